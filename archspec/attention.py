@@ -1,0 +1,167 @@
+"""Attention of a draft, apart from what it remembers.
+
+Shapes: B batch, T rows, H query heads, K key/value heads, D head size, S draft steps so far. ``q_BHTD`` reads "query,
+batch x heads x rows x head size". A *memory* decides which keys a row sees and keeps them between calls: while
+training it is ``UnrollMemory``, while decoding ``ChainCache``; the layers do not know which.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Memory(Protocol):
+    """What attention asks of its surroundings."""
+
+    def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
+        """Take this call's keys and values of ``layer`` and return what the queries read, [B, H, T, D]."""
+        ...
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; reads width ``read``, writes width ``write``."""
+
+    def __init__(
+        self,
+        layer: int,
+        read: int,
+        write: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        window: int | None,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, head_dim, window
+        self.q_proj = nn.Linear(read, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(read, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(read, kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * head_dim, write, bias=bias)
+        self.q_norm, self.k_norm = q_norm, k_norm
+
+    def forward(self, x_BTW: Tensor, rotary: tuple[Tensor, Tensor], memory: Memory) -> Tensor:
+        """[B, T, read] -> [B, T, write]; ``rotary`` is (cos, sin) of these rows' positions."""
+        q_BHTD, k_BKTD, v_BKTD = (
+            projection(x_BTW).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q_BHTD, k_BKTD = rotate(self.q_norm(q_BHTD), *rotary), rotate(self.k_norm(k_BKTD), *rotary)
+        out_BHTD = memory.attend(self.layer, q_BHTD, k_BKTD, v_BKTD, self.window)
+        out_BTW: Tensor = self.o_proj(out_BHTD.transpose(1, 2).flatten(2))
+        return out_BTW
+
+
+class Rotary(nn.Module):
+    """Rotary position table (RoFormer, arXiv 2104.09864, in the half-split layout of Llama checkpoints)."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions [B, T] (or [1, T]) -> cos and sin, each [B, 1, T, D] in fp32."""
+        # Not a buffer: casting the draft to bf16 would round the frequencies and turn far positions by radians.
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions_BT.device) / self.head_dim
+        angles = positions_BT[:, None, :, None].float() * self.theta**-exponent
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:
+    """Turn each (i, i + D/2) pair of ``x`` by its position's angle."""
+    first, second = x_BHTD.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x_BHTD * cos_B1TD + turned * sin_B1TD).to(x_BHTD.dtype)
+
+
+class UnrollMemory:
+    """Training-time test (EAGLE-3, arXiv 2503.01840): a row sees step-0 keys of rows up to it, and its own later keys.
+
+    ``allowed_BTT`` (or [1, T, T]; True = may see, diagonal included) narrows the step-0 keys further, for instance to
+    one document of a packed row. Call ``next_step`` between draft steps.
+    """
+
+    def __init__(self, allowed_BTT: Tensor | None = None) -> None:
+        self.step = 0
+        self._allowed = allowed_BTT
+        self._first: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._masks: dict[int | None, Tensor] = {}
+
+    def next_step(self) -> None:
+        """Go on to the next draft step: later calls hold each row's own keys, seen by that row alone."""
+        self.step += 1
+        self._masks.clear()
+
+    def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
+        """See ``Memory.attend``."""
+        if self.step == 0:
+            self._first[layer], self._own[layer] = (k_BKTD, v_BKTD), []
+            if self._allowed is None and window is None:
+                return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
+            mask = self._mask(window, q_BHTD)[:, None]
+            return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, enable_gqa=True)
+        self._own[layer].append((k_BKTD, v_BKTD))
+        own = [pair for step, pair in enumerate(self._own[layer], 1) if window is None or self.step - step < window]
+        return _joint_attention(q_BHTD, *self._first[layer], own, self._mask(window, q_BHTD))
+
+    def _mask(self, window: int | None, like_BHTD: Tensor) -> Tensor:
+        """[B or 1, T, T], True where row t may see the step-0 key of row j."""
+        if window not in self._masks:
+            rows = torch.arange(like_BHTD.shape[2], device=like_BHTD.device)
+            distance = rows[:, None] - rows[None, :]
+            mask = (distance >= 0)[None] if self._allowed is None else self._allowed & (distance >= 0)
+            if window is not None:
+                mask = mask & (distance + self.step < window)
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+def _joint_attention(
+    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, own: list[tuple[Tensor, Tensor]], mask_BTT: Tensor
+) -> Tensor:
+    """One softmax over the step-0 keys that ``mask`` allows and every row's own keys."""
+    batch, heads, rows, size = q_BHTD.shape
+    kv_heads = k_BKTD.shape[1]
+    q_BKGTD = (q_BHTD * (1 / math.sqrt(size))).view(batch, kv_heads, heads // kv_heads, rows, size)
+    first_BKGTT = q_BKGTD @ k_BKTD.transpose(-1, -2)[:, :, None]
+    first_BKGTT = first_BKGTT.masked_fill(~mask_BTT[:, None, None], -math.inf)
+    own_BKGTS = torch.stack([(q_BKGTD * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
+    weights = torch.cat((first_BKGTT, own_BKGTS), dim=-1).softmax(dim=-1)
+    out_BKGTD = weights[..., :rows] @ v_BKTD[:, :, None]
+    for step, (_, v) in enumerate(own):
+        out_BKGTD = out_BKGTD + weights[..., rows + step, None] * v[:, :, None]
+    return out_BKGTD.reshape(batch, heads, rows, size)
+
+
+class ChainCache:
+    """Decoding: keys and values of every row so far, in order; ``truncate`` forgets a rejected chain."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        """Rows kept."""
+        return next((k.shape[2] for k, _ in self._kept.values()), 0)
+
+    def truncate(self, rows: int) -> None:
+        """Keep the first ``rows`` rows of every layer."""
+        self._kept = {layer: (k[:, :, :rows], v[:, :, :rows]) for layer, (k, v) in self._kept.items()}
+
+    def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
+        """See ``Memory.attend``; new rows follow the kept ones and see them and each other causally."""
+        if layer in self._kept:
+            k_BKTD = torch.cat((self._kept[layer][0], k_BKTD), dim=2)
+            v_BKTD = torch.cat((self._kept[layer][1], v_BKTD), dim=2)
+        self._kept[layer] = (k_BKTD, v_BKTD)
+        keys = torch.arange(k_BKTD.shape[2], device=q_BHTD.device)
+        distance = keys[-q_BHTD.shape[2] :, None] - keys[None, :]
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, enable_gqa=True)

@@ -1,0 +1,267 @@
+"""What other projects' configs say of a draft, and the spec that follows from it.
+
+``LlamaKeys`` are the config keys that all formats share, ``Choices`` what a format's other keys choose, in the spec's
+words. ``spec_of`` makes a resolved spec from both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, field_validator, model_validator
+from torch import Tensor
+
+from archspec.errors import ArchspecError
+from archspec.facts import TargetFacts
+from archspec.layouts import Layout
+from archspec.resolve import ResolvedSpec
+from archspec.schema import Document
+
+BLOCK = "draft_archspec"
+"""Key of a config for what the spec holds and no other project's key can say."""
+
+
+class _Rope(BaseModel):
+    """Rotary settings in the layout of transformers 5, or the older ``rope_scaling``."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    rope_type: str = "default"
+    rope_theta: PositiveFloat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_key(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "type" in data and "rope_type" not in data:
+            return {**data, "rope_type": data["type"]}
+        return data
+
+    @field_validator("rope_type")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if value != "default":
+            raise ValueError("only plain rotary positions are supported; use a draft without rope scaling")
+        return value
+
+
+class LlamaKeys(BaseModel):
+    """The keys of a transformers Llama config that describe a draft; others are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: str = "llama"
+    hidden_act: str = "silu"
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    num_hidden_layers: PositiveInt = 1
+    vocab_size: PositiveInt
+    draft_vocab_size: PositiveInt | None = None
+    target_hidden_size: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat = 1e-6
+    rope_theta: PositiveFloat | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    @field_validator("hidden_act")
+    @classmethod
+    def _gated_silu(cls, value: str) -> str:
+        if value != "silu":
+            raise ValueError("must be silu, the only activation that drafts have here")
+        return value
+
+    @field_validator("tie_word_embeddings")
+    @classmethod
+    def _own_head(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("must be false: the head of a draft is a tensor of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _one_theta(self) -> Self:
+        if len(self._thetas) > 1:
+            raise ValueError(f"rope_theta and rope_parameters.rope_theta must agree, but are {sorted(self._thetas)}")
+        return self
+
+    @property
+    def _thetas(self) -> set[float]:
+        stated = {rope.rope_theta for rope in (self, self.rope_parameters, self.rope_scaling) if rope is not None}
+        return {theta for theta in stated if theta is not None}
+
+    @property
+    def theta(self) -> float:
+        """Base of the rotary positions; transformers' default where nothing is said."""
+        return next(iter(self._thetas), 10_000.0)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a config chooses beyond its Llama keys, in the words of the spec.
+
+    ``aux_layers`` None: the config does not say, so EAGLE-3's default. ``window`` is one entry per layer.
+    """
+
+    aux_layers: tuple[int, ...] | None = None
+    input_norm: Literal["none", "each", "joint"] = "none"
+    residual_from: Literal["raw", "normed"] = "raw"
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
+    head_norm: Literal["own", "none"] = "own"
+    frozen_head: bool = False
+
+
+def spec_of(
+    keys: LlamaKeys,
+    choices: Choices,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    target: TargetFacts,
+    block: Mapping[str, Any],
+    source: str,
+) -> ResolvedSpec:
+    """The resolved spec of an EAGLE-3 draft.
+
+    Sizes and switches come from the config alone, so that ``unpack`` can hold the tensors against them. What no config
+    says comes from the tensors: which layers fuse the embedding (by the width that q_proj reads) and how many MLPs are
+    stacked (by name). ``block`` is what an export of ours added: the spec's name and what is trained.
+
+    Raises:
+        ArchspecError: the config does not describe a draft for this target; the message names the key or field.
+    """
+    facts = {"vocab_size": target.vocab_size, "target_hidden_size": target.hidden_size}
+    stated = {"vocab_size": keys.vocab_size, "target_hidden_size": keys.target_hidden_size or keys.hidden_size}
+    for key, value in facts.items():
+        if stated[key] != value:
+            raise ArchspecError(f"{source}: {key} = {stated[key]}, but the target has {value}; name the draft's target")
+    as_target = keys.hidden_size == target.hidden_size
+    data = {
+        "name": block.get("name", layout.project),
+        "inputs": {"aux_layers": choices.aux_layers or default_aux_layers(target), "norm": choices.input_norm},
+        "hidden_size": keys.hidden_size,
+        "embedding": block.get("embedding", "frozen" if as_target else "trained"),
+        "layers": [_layer_data(i, keys, choices, layout, tensors) for i in range(_layer_count(keys, layout, tensors))],
+        "feedback": choices.feedback,
+        "head": {
+            "vocab_size": keys.draft_vocab_size or keys.vocab_size,
+            "weights": block.get("head_weights", "target" if choices.frozen_head and as_target else "own"),
+            "norm": choices.head_norm,
+        },
+        "rope_theta": keys.theta,
+        "norm_eps": keys.rms_norm_eps,
+        "target": target,
+    }
+    return Document(data, source).validate(ResolvedSpec)
+
+
+def default_aux_layers(target: TargetFacts) -> tuple[int, ...]:
+    """The layers that engines read where a config names none."""
+    return 2, target.num_layers // 2, target.num_layers - 3
+
+
+def _layer_count(keys: LlamaKeys, layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+    """The config's count, save for one layer with a stack of MLPs, whose length stands in the same key."""
+    stacked = _stack_depth(layout.layer(0), tensors) > 1
+    deeper = any(name.startswith(f"{layout.layer(1)}.") for name in tensors)
+    return 1 if stacked and not deeper else keys.num_hidden_layers
+
+
+def _stack_depth(prefix: str, tensors: Mapping[str, Tensor]) -> int:
+    depth = 0
+    while f"{prefix}.mlps.{depth}.gate_proj.weight" in tensors:
+        depth += 1
+    return depth
+
+
+def _layer_data(
+    index: int, keys: LlamaKeys, choices: Choices, layout: Layout, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    prefix = layout.layer(index)
+    window = choices.windows[index] if choices.windows else None
+    q_proj = tensors.get(f"{prefix}.self_attn.q_proj.weight")
+    fused = index == 0 or (q_proj is not None and q_proj.shape[-1] == 2 * keys.hidden_size)
+    depth = _stack_depth(prefix, tensors) or 1
+    return {
+        "fusion": "concat" if fused else "none",
+        "residual_from": choices.residual_from if index == 0 else "raw",
+        "attention": attention_data(keys, qk_norm=choices.qk_norm, window=window),
+        "mlp": {"depth": depth, "intermediate_size": keys.intermediate_size, "residual": depth == 1},
+    }
+
+
+def attention_data(keys: LlamaKeys, **more: Any) -> dict[str, Any]:
+    """The attention of a layer from the config's sizes."""
+    return {
+        "heads": keys.num_attention_heads,
+        "kv_heads": keys.num_key_value_heads or keys.num_attention_heads,
+        "head_dim": keys.head_dim or keys.hidden_size // keys.num_attention_heads,
+        "bias": keys.attention_bias,
+        **more,
+    }
+
+
+def target_of(data: Mapping[str, Any], target: TargetFacts | None, source: str) -> TargetFacts:
+    """The target that a config was written for, checked against ``target`` if both are known.
+
+    Raises:
+        ArchspecError: neither is known, or they differ.
+    """
+    written = mapping_of(data, BLOCK, source).get("target")
+    if written is None:
+        if target is None:
+            raise ArchspecError(f"{source}: does not say which target the draft is for; name the target")
+        return target
+    facts = Document(written, f"{source}: {BLOCK}.target").validate(TargetFacts)
+    if target is not None and target != facts:
+        differing = [
+            f"{name} {getattr(facts, name)} there, {getattr(target, name)} here"
+            for name in TargetFacts.model_fields
+            if getattr(facts, name) != getattr(target, name)
+        ]
+        raise ArchspecError(f"{source}: the draft is for another target: {'; '.join(differing)}")
+    return facts
+
+
+def aux_layers_of(data: Mapping[str, Any], source: str) -> tuple[int, ...] | None:
+    """Aux layers in this project's counting, None where the config is silent.
+
+    ``eagle_aux_hidden_state_layer_ids`` at the top counts as vLLM and this project do, inside ``eagle_config`` as
+    SGLang and SpecForge do: from 0, one less.
+
+    Raises:
+        ArchspecError: the two lists contradict each other.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    top = _ids(data.get(key), f"{source}: {key}")
+    nested = _ids(mapping_of(data, "eagle_config", source).get(key), f"{source}: eagle_config.{key}")
+    if nested is None:
+        return top
+    ours = tuple(i + 1 for i in nested)
+    if top not in (None, ours):
+        rule = f"eagle_config.{key} must be one less than {key} at every place"
+        raise ArchspecError(f"{source}: {rule}, but they are {list(nested)} and {list(top or ())}")
+    return ours
+
+
+def _ids(value: Any, where: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or not all(type(i) is int for i in value):
+        raise ArchspecError(f"{where} = {value!r}: must be a list of layer ids")
+    return tuple(value)
+
+
+def mapping_of(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    """The mapping at ``key``, empty where there is none.
+
+    Raises:
+        ArchspecError: something else stands there.
+    """
+    value = data.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ArchspecError(f"{source}: {key} = {value!r}: must be a mapping")
+    return value
