@@ -1,0 +1,84 @@
+"""Cheap predicates on a candidate, checked before anything is trained."""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from archspec.cost import draft_params, flops_per_token, trainable_params, weight_bytes
+from archspec.resolve import ResolvedSpec
+from archspec.schema import Closed
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Bound(Closed):
+    """A least and a greatest value, either of which may be left out."""
+
+    min: Positive | None = None
+    max: Positive | None = None
+
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("the bound is empty; give min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min <= max must hold, but got (min={self.min:g}, max={self.max:g})")
+        return self
+
+
+class ByteBound(Closed):
+    """The most that the weights which the draft adds beside the target may take, in bytes at ``dtype``."""
+
+    max: Positive
+    dtype: Literal["float32", "bfloat16", "float16", "float8"] = "bfloat16"
+
+
+class Constraints(Closed):
+    """Bounds on what ``archspec.cost`` counts: ``params`` are those that the draft adds beside the target."""
+
+    params: Bound | None = None
+    trainable_params: Bound | None = None
+    flops_per_token: Bound | None = None
+    bytes: ByteBound | None = None
+
+    def margins(self, spec: ResolvedSpec) -> dict[str, float]:
+        """How far ``spec`` is beyond each constraint, relative to its bound; 0 or less is feasible.
+
+        The values suit ``optuna.Trial.set_constraint``.
+        """
+        return {name: max(over for over, _ in sides) for name, sides in self._sides(spec)}
+
+    def violations(self, spec: ResolvedSpec) -> dict[str, float]:
+        """The margins of the constraints that ``spec`` breaks."""
+        return {name: over for name, over in self.margins(spec).items() if over > 0}
+
+    def reason(self, spec: ResolvedSpec) -> str | None:
+        """Which constraints ``spec`` breaks, for people; None if it breaks none."""
+        broken = [rule for name, sides in self._sides(spec) for over, rule in sides if over > 0]
+        return "; ".join(broken) or None
+
+    def _sides(self, spec: ResolvedSpec) -> Iterator[tuple[str, list[tuple[float, str]]]]:
+        """Each constraint's name, and for each of its bounds how far beyond it ``spec`` is, and in words."""
+        counts: dict[str, tuple[Bound | None, Callable[[ResolvedSpec], int]]] = {
+            "params": (self.params, draft_params),
+            "trainable_params": (self.trainable_params, trainable_params),
+            "flops_per_token": (self.flops_per_token, flops_per_token),
+        }
+        for name, (bound, count) in counts.items():
+            if bound is not None:
+                yield name, _beyond(name, count(spec), bound)
+        if self.bytes is not None:
+            size = weight_bytes(spec, self.bytes.dtype)
+            yield "bytes", _beyond(f"bytes in {self.bytes.dtype}", size, Bound(max=self.bytes.max))
+
+
+def _beyond(what: str, value: int, bound: Bound) -> list[tuple[float, str]]:
+    sides = []
+    if bound.max is not None:
+        rule = f"{what}: {value:,} is above the greatest allowed, {bound.max:,.0f}"
+        sides.append(((value - bound.max) / bound.max, rule))
+    if bound.min is not None:
+        rule = f"{what}: {value:,} is below the least allowed, {bound.min:,.0f}"
+        sides.append(((bound.min - value) / bound.min, rule))
+    return sides
