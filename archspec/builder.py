@@ -7,17 +7,32 @@ from torch import Tensor, nn
 
 from archspec.attention import Attention, Rotary
 from archspec.errors import ArchspecError
-from archspec.modules import Draft, DraftLayer, GatedMlp, Inputs, MlpStack
+from archspec.modules import Draft, DraftLayer, GatedMlp, Inputs, MlpStack, RmsNorm
 from archspec.resolve import ResolvedAttention, ResolvedLayer, ResolvedMlp, ResolvedSpec
 
 
 class TargetTensors(Protocol):
     """The target's tensors that a draft copies: embedding and head rows [V, h_t], final RMSNorm weight [h_t]."""
 
-    embed_tokens: Tensor
-    lm_head: Tensor
-    norm_weight: Tensor
-    norm_kind: str
+    @property
+    def embed_tokens(self) -> Tensor:
+        """One row for each token, [V, h_t]."""
+        ...
+
+    @property
+    def lm_head(self) -> Tensor:
+        """One row for each token, [V, h_t]."""
+        ...
+
+    @property
+    def norm_weight(self) -> Tensor:
+        """The factor that the final norm applies, [h_t]."""
+        ...
+
+    @property
+    def norm_kind(self) -> str:
+        """``rms`` for an RMSNorm."""
+        ...
 
 
 def build_draft(spec: ResolvedSpec) -> Draft:
@@ -35,7 +50,7 @@ def build_draft(spec: ResolvedSpec) -> Draft:
         rotaries=nn.ModuleDict({str(size): Rotary(size, spec.rope_theta) for size in head_sizes}),
         layers=[build_layer(i, layer, spec) for i, layer in enumerate(spec.layers)],
         narrow=nn.Identity() if last_width == h else nn.Linear(last_width, h, bias=False),
-        norm=nn.RMSNorm(h, eps=spec.norm_eps) if spec.head.norm == "own" else nn.Identity(),
+        norm=RmsNorm(h, eps=spec.norm_eps) if spec.head.norm == "own" else nn.Identity(),
         lm_head=nn.Linear(h, spec.head.vocab_size, bias=False),
     )
     draft.embed_tokens.requires_grad_(spec.embedding == "trained")
@@ -54,8 +69,8 @@ def build_layer(index: int, layer: ResolvedLayer, spec: ResolvedSpec) -> DraftLa
     normed = attention is not None and attention.norm == "own"
     return DraftLayer(
         project=project,
-        embed_norm=nn.RMSNorm(h, eps=spec.norm_eps) if fuses and normed else nn.Identity(),
-        state_norm=nn.RMSNorm(width, eps=spec.norm_eps) if normed else nn.Identity(),
+        embed_norm=RmsNorm(h, eps=spec.norm_eps) if fuses and normed else nn.Identity(),
+        state_norm=RmsNorm(width, eps=spec.norm_eps) if normed else nn.Identity(),
         concat=fusion == "concat",
         embed_map=nn.Linear(h, width, bias=layer.fusion_bias) if fusion == "add" else None,
         attention=_build_attention(index, attention, width + h * (fusion == "concat"), width_out, spec.norm_eps),
@@ -70,14 +85,12 @@ def _build_inputs(spec: ResolvedSpec) -> Inputs:
     inputs, h_t = spec.inputs, spec.target.hidden_size
     count = len(inputs.aux_layers)
     eps = spec.target.norm_eps if inputs.norm == "target" else spec.norm_eps
-    norms: list[nn.Module] = (
-        [nn.RMSNorm(h_t, eps=eps) for _ in range(count)] if inputs.norm in ("each", "target") else []
-    )
+    norms: list[nn.Module] = [RmsNorm(h_t, eps=eps) for _ in range(count)] if inputs.norm in ("each", "target") else []
     for norm in norms:
         norm.requires_grad_(inputs.norm == "each")
     return Inputs(
         norms=norms,
-        joint_norm=nn.RMSNorm(count * h_t, eps=eps) if inputs.norm == "joint" else nn.Identity(),
+        joint_norm=RmsNorm(count * h_t, eps=eps) if inputs.norm == "joint" else nn.Identity(),
         fc=nn.Linear(count * h_t, spec.hidden_size, inputs.bias) if inputs.projection == "linear" else nn.Identity(),
     )
 
@@ -94,8 +107,8 @@ def _build_attention(index: int, spec: ResolvedAttention | None, read: int, writ
         head_dim=spec.head_dim,
         bias=spec.bias,
         window=spec.window,
-        q_norm=nn.RMSNorm(spec.head_dim, eps=eps) if spec.qk_norm else nn.Identity(),
-        k_norm=nn.RMSNorm(spec.head_dim, eps=eps) if spec.qk_norm else nn.Identity(),
+        q_norm=RmsNorm(spec.head_dim, eps=eps) if spec.qk_norm else nn.Identity(),
+        k_norm=RmsNorm(spec.head_dim, eps=eps) if spec.qk_norm else nn.Identity(),
     )
 
 
@@ -104,7 +117,7 @@ def _build_mlps(spec: ResolvedMlp, width: int, eps: float) -> MlpStack | nn.Iden
         return nn.Identity()
     norms = spec.depth if spec.residual and spec.norm == "own" else 1
     return MlpStack(
-        [nn.RMSNorm(width, eps=eps) for _ in range(norms)],
+        [RmsNorm(width, eps=eps) for _ in range(norms)],
         [GatedMlp(width, spec.intermediate_size) for _ in range(spec.depth)],
         residual=spec.residual,
     )
@@ -114,8 +127,10 @@ def _build_mlps(spec: ResolvedMlp, width: int, eps: float) -> MlpStack | nn.Iden
 def adopt_target(draft: Draft, target: TargetTensors, vocab_ids: Tensor | None) -> None:
     """Give ``draft`` the target's tensors where it copies them, and start its own from them where the widths agree.
 
-    A trained embedding of another width starts from the target's leading principal directions; a head of another
-    width stays random. ``vocab_ids`` [D], rising, are the target ids that a reduced vocabulary holds.
+    Where the draft is as wide as the target, its head starts from the target's rows and ``fc`` hands on the highest
+    aux layer as it is (docs/decisions/0002-first-weights.md has the measurements). Otherwise a trained embedding starts
+    from the target's leading principal directions and the rest is random. ``vocab_ids`` [D], rising, are the target ids
+    that a reduced vocabulary holds.
 
     Raises:
         ArchspecError: ``vocab_ids`` do not fit the spec, or the draft reads a target norm that is no RMSNorm.
@@ -133,10 +148,17 @@ def adopt_target(draft: Draft, target: TargetTensors, vocab_ids: Tensor | None) 
     if spec.hidden_size == spec.target.hidden_size:
         draft.embed_tokens.weight.copy_(target.embed_tokens)
         draft.lm_head.weight.copy_(target.lm_head[draft.vocab_ids.to(target.lm_head.device)])
-        if isinstance(draft.norm, nn.RMSNorm) and target.norm_kind == "rms":
-            draft.norm.weight.copy_(target.norm_weight)
+        _pass_through_last_layer(draft)
     else:
         draft.embed_tokens.weight.copy_(_principal_directions(target.embed_tokens.float(), spec.hidden_size))
+
+
+def _pass_through_last_layer(draft: Draft) -> None:
+    """Let ``fc`` begin as [0 … 0, 1]: the first state u is the (normed) highest aux state itself."""
+    fc = draft.inputs.fc
+    if isinstance(fc, nn.Linear):
+        fc.weight.zero_()
+        fc.weight[:, -fc.weight.shape[0] :].fill_diagonal_(1.0)
 
 
 def set_vocabulary(draft: Draft, vocab_ids: Tensor | None) -> None:
@@ -150,11 +172,10 @@ def set_vocabulary(draft: Draft, vocab_ids: Tensor | None) -> None:
         raise ArchspecError(
             f"a draft vocabulary of {size} of {target_size} tokens needs token counts to choose them by"
         )
-    inside = len(vocab_ids) == size and int(vocab_ids[0]) >= 0 and int(vocab_ids[-1]) < target_size
+    inside = len(vocab_ids) == size and int(vocab_ids.min()) >= 0 and int(vocab_ids.max()) < target_size
     if not inside or bool((vocab_ids.diff() <= 0).any()):
-        raise ArchspecError(
-            f"the draft vocabulary must be {size} rising token ids below {target_size}, but got {len(vocab_ids)}"
-        )
+        got = f"{len(vocab_ids)} ids from {int(vocab_ids.min())} to {int(vocab_ids.max())}"
+        raise ArchspecError(f"the draft vocabulary must be {size} rising token ids below {target_size}, but got {got}")
     assert draft.d2t is not None
     assert draft.t2d is not None
     draft.d2t.copy_(vocab_ids - torch.arange(size, device=vocab_ids.device))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from archspec.errors import ArchspecError, nearest
 from archspec.resolve import ResolvedAttention, ResolvedLayer, ResolvedSpec
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
@@ -85,13 +86,23 @@ def trainable_params(spec: ResolvedSpec) -> int:
 
 
 def draft_params(spec: ResolvedSpec) -> int:
-    """Parameters that the draft adds beside the target when served: all but a frozen embedding, which engines share."""
-    shared = spec.target.vocab_size * spec.hidden_size if spec.embedding == "frozen" else 0
-    return total_params(spec) - shared
+    """Parameters that the draft adds beside the target when served.
+
+    A frozen embedding and a full-vocabulary copy of the target's head are the target's own, which engines share.
+    """
+    table = spec.target.vocab_size * spec.hidden_size
+    shared_head = spec.head.weights == "target" and not spec.reduced_vocab
+    return total_params(spec) - table * ((spec.embedding == "frozen") + shared_head)
 
 
 def weight_bytes(spec: ResolvedSpec, dtype: str) -> int:
-    """Bytes of ``draft_params`` at ``dtype`` (float32, bfloat16, float16, float8)."""
+    """Bytes of ``draft_params`` at ``dtype`` (float32, bfloat16, float16, float8).
+
+    Raises:
+        ArchspecError: an unknown dtype.
+    """
+    if dtype not in BYTES_PER_ELEMENT:
+        raise ArchspecError(f"dtype {dtype!r} is unknown: {nearest(dtype, BYTES_PER_ELEMENT)}")
     return draft_params(spec) * BYTES_PER_ELEMENT[dtype]
 
 

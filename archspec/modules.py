@@ -156,6 +156,14 @@ class DraftLayer(nn.Module):
         return read, torch.cat((e_kept, x_kept), dim=-1) if self.widen else self.residual_map(x_kept)
 
 
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm in its weight's precision, whatever autocast made of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class MlpStack(nn.Module):
     """Gated MLPs in a row: a residual around each, or one around a bare stack."""
 

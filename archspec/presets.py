@@ -32,15 +32,28 @@ def load_preset(name: str) -> DraftSpec:
     Raises:
         ArchspecError: no preset has that name.
     """
-    return Document.parse(preset_text(name), f"preset {name}").validate(DraftSpec)
+    return _preset_document(name).validate(DraftSpec)
+
+
+def load_document(name_or_path: str) -> Document:
+    """A preset by name, or a file by path (anything with a folder or a file suffix), with its lines.
+
+    Raises:
+        ArchspecError: neither a preset nor a readable file.
+    """
+    path = Path(name_or_path)
+    looks_like_file = path.suffix in (".yaml", ".yml", ".json") or len(path.parts) > 1
+    return Document.load(path) if looks_like_file else _preset_document(name_or_path)
 
 
 def load_spec(name_or_path: str) -> DraftSpec:
-    """A preset by name, or a spec by path (anything with a folder or a file suffix).
+    """The spec of ``load_document``.
 
     Raises:
         ArchspecError: neither a preset nor a readable, valid file.
     """
-    path = Path(name_or_path)
-    looks_like_file = path.suffix in (".yaml", ".yml", ".json") or len(path.parts) > 1
-    return DraftSpec.load(path) if looks_like_file else load_preset(name_or_path)
+    return load_document(name_or_path).validate(DraftSpec)
+
+
+def _preset_document(name: str) -> Document:
+    return Document.parse(preset_text(name), f"preset {name}")

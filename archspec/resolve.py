@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
 from archspec.schema import Document, field_error
 from archspec.spec import AttentionSpec, DraftSpec, HeadSpec, InputsSpec, LayerSpec, MlpSpec, OptionalAttention
@@ -117,27 +118,36 @@ class ResolvedSpec(DraftSpec):
         return hashlib.sha256(json.dumps(canonical(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
-def resolve(spec: DraftSpec, target: TargetFacts, source: str | None = None) -> ResolvedSpec:
+def resolve(spec: DraftSpec, target: TargetFacts, source: str | Document | None = None) -> ResolvedSpec:
     """Put the target's numbers into ``spec`` and check every rule that involves the target.
 
-    ``source`` is the file that messages name.
+    ``source`` is what messages name: the document that the spec was read from, whose lines they then tell, or a word.
 
     Raises:
         ArchspecError: the spec does not fit this target; the message names field, value, rule and a valid choice.
     """
+    origin = source if isinstance(source, Document) else Document(None, source or f"spec {spec.name!r}")
     data = {name: getattr(spec, name) for name in DraftSpec.model_fields}
     data |= {"target": target}
+    if "high" in spec.inputs.aux_layers and target.num_layers < 4:
+        rule = (
+            f"high is layer n-3, but the target has {target.num_layers} layers; write ids from 0 to {target.num_layers}"
+        )
+        raise ArchspecError(f"{origin.at(('inputs', 'aux_layers'))}: inputs.aux_layers: {rule}")
     data["inputs"] = _numbers(
-        spec.inputs, aux_layers=tuple(_aux_id(layer, target.num_layers) for layer in spec.inputs.aux_layers)
+        spec.inputs, aux_layers=tuple(aux_layer_id(layer, target.num_layers) for layer in spec.inputs.aux_layers)
     )
     data["hidden_size"] = target.hidden_size if spec.hidden_size == "target" else spec.hidden_size
-    data["layers"] = [_resolve_layer(layer, target) for layer in spec.layers for _ in range(layer.repeat)]
+    data["layers"] = [_resolve_layer(layer, target) for layer in spec.layers]
     data["head"] = _numbers(
         spec.head, vocab_size=target.vocab_size if spec.head.vocab_size == "full" else spec.head.vocab_size
     )
     data["rope_theta"] = target.rope_theta if spec.rope_theta == "target" else spec.rope_theta
     data["norm_eps"] = target.norm_eps if spec.norm_eps == "target" else spec.norm_eps
-    return Document(data, source or f"spec {spec.name!r}").validate(ResolvedSpec)
+    resolved = Document(data, origin.source, origin.lines).validate(ResolvedSpec)
+    counts = [layer.repeat for layer in spec.layers]
+    layers = tuple(layer for layer, count in zip(resolved.layers, counts, strict=True) for _ in range(count))
+    return resolved.model_copy(update={"layers": layers})
 
 
 def canonical(spec: ResolvedSpec) -> dict[str, Any]:
@@ -158,8 +168,8 @@ def canonical(spec: ResolvedSpec) -> dict[str, Any]:
     return data
 
 
-def _aux_id(layer: int | str, num_layers: int) -> int:
-    """EAGLE-3's default layers, in this project's counting (output of layer i, from 1)."""
+def aux_layer_id(layer: int | str, num_layers: int) -> int:
+    """The id of an aux layer as written: the words are EAGLE-3's default layers, in this project's counting."""
     named = {"low": 2, "middle": num_layers // 2, "high": num_layers - 3, "last": num_layers}
     return named[layer] if isinstance(layer, str) else layer
 

@@ -155,8 +155,13 @@ def _construct_float(_loader: _Loader, node: yaml.ScalarNode) -> float | int:
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
+_MOST_LOCATIONS = 100_000
+
+
 def _record_lines(node: yaml.Node, location: Location, lines: dict[Location, int], source: str) -> None:
     lines.setdefault(location, node.start_mark.line + 1)
+    if len(lines) > _MOST_LOCATIONS:
+        raise ArchspecError(f"{source}: more than {_MOST_LOCATIONS:,} values; aliases that repeat each other, perhaps")
     if isinstance(node, yaml.MappingNode):
         seen: set[Hashable] = set()
         for key_node, value_node in node.value:

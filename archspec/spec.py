@@ -5,12 +5,13 @@ or below it imports torch. Notation, here and in ``archspec.modules``: ``e`` the
 stream that enters a layer, ``N`` an RMSNorm, ``h`` the draft's hidden size, ``h_t`` the target's.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
-from archspec.schema import Closed, Document, to_yaml
+from archspec.schema import Closed, Document, field_error, to_yaml
 
 AUX_NAMES = ("low", "middle", "high", "last")
 
@@ -22,9 +23,15 @@ def _dimension(value: Any) -> Any:
 
 
 def _positive_real(value: Any) -> Any:
-    if value == "target" or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0):
+    if value == "target" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf):
         return value
     raise ValueError("must be a positive number or 'target'")
+
+
+def _one_line(value: str) -> str:
+    if not value.isprintable() or not value.strip():
+        raise ValueError("must be one line of printable characters")
+    return value
 
 
 def _aux_layer(value: Any) -> Any:
@@ -92,7 +99,7 @@ class AttentionSpec(Closed):
     head_dim: Dimension = "target"
     qk_norm: bool = False
     bias: bool = False
-    window: Annotated[int, Field(ge=2)] | None = None
+    window: Annotated[int, Field(ge=2, strict=True)] | None = None
     norm: Literal["own", "none"] = "own"
 
     @model_validator(mode="after")
@@ -112,7 +119,7 @@ class MlpSpec(Closed):
     ``residual: false``: a bare stack after a single norm, one residual around the whole. ``depth: 0``: no MLP.
     """
 
-    depth: NonNegativeInt = 1
+    depth: Annotated[int, Field(ge=0, strict=True)] = 1
     intermediate_size: Dimension = "target"
     residual: bool = True
     norm: Literal["own", "shared"] = "own"
@@ -138,7 +145,7 @@ class LayerSpec(Closed):
     ``residual_from: normed`` takes the residual after the norm (vLLM's ``norm_before_residual``).
     """
 
-    repeat: Annotated[int, Field(gt=0)] = 1
+    repeat: Annotated[int, Field(gt=0, strict=True)] = 1
     fusion: Literal["none", "concat", "project", "add"] = "none"
     fusion_bias: bool = False
     stream: Literal["h", "2h"] = "h"
@@ -176,7 +183,7 @@ class HeadSpec(Closed):
 class DraftSpec(Closed):
     """A whole draft. ``feedback`` is the state that the next draft step is fed: before or after the final norm."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, AfterValidator(_one_line)]
     inputs: InputsSpec = InputsSpec()
     hidden_size: Dimension = "target"
     embedding: Literal["frozen", "trained"] = "frozen"
@@ -190,6 +197,8 @@ class DraftSpec(Closed):
     def _whole_fits(self) -> Self:
         if not self.layers:
             raise ValueError("layers must hold at least one layer")
+        if all(layer.fusion == "none" for layer in self.layers):
+            raise field_error("layers", "no layer reads the token embedding; give one fusion: concat, project or add")
         if self.feedback == "post_norm" and self.head.norm == "none":
             raise ValueError("feedback: post_norm needs head.norm: own; use pre_norm")
         return self

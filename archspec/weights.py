@@ -39,10 +39,6 @@ def load_draft(folder: Path, target: TargetTensors) -> Draft:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ArchspecError(f"{path}: not a readable draft: {error}") from None
-    vocab_ids = None
-    if draft.spec.reduced_vocab and "d2t" in tensors:
-        vocab_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
-    adopt_target(draft, target, vocab_ids)
     state = draft.state_dict()
     expected = {name for name, parameter in draft.named_parameters() if parameter.requires_grad}
     expected |= {"d2t", "t2d"} if draft.spec.reduced_vocab else set()
@@ -52,5 +48,7 @@ def load_draft(folder: Path, target: TargetTensors) -> Draft:
         if state[name].shape != tensor.shape:
             shapes = f"{tuple(tensor.shape)}, but the spec says {tuple(state[name].shape)}"
             raise ArchspecError(f"{path}: tensor {name} has shape {shapes}")
+    vocab_ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"] if draft.spec.reduced_vocab else None
+    adopt_target(draft, target, vocab_ids)
     draft.load_state_dict(tensors, strict=False)
     return draft

@@ -1,0 +1,398 @@
+"""The command line: one thin function for each command. What is heavy is imported where it is used."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from typer.core import TyperGroup
+
+from archspec.errors import ArchspecError, nearest
+
+if TYPE_CHECKING:
+    from archspec.facts import TargetFacts
+
+STOPPED = 130
+
+
+class Commands(TyperGroup):
+    """Turns what users can mend into one message on standard error: exit code 2, or 130 after Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except ArchspecError as error:
+            _say(f"error: {error}")
+            raise typer.Exit(2) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _say(f"error: {error.filename or ctx.invoked_subcommand}: {error.strerror or error}")
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt as stop:
+            _say(f"stopped{f'; {stop}' if str(stop) else ''}")
+            raise typer.Exit(STOPPED) from None
+
+
+app = typer.Typer(
+    name="archspec",
+    cls=Commands,
+    help="Find the best draft model architecture for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the program."""
+    app()
+
+
+def _tokens(text: str | int) -> int:
+    """A count as people write it: 20000 or 20e3. A default comes as the number it is."""
+    try:
+        number = float(str(text).replace("_", ""))
+    except ValueError:
+        number = -1.0
+    if number < 1 or number != int(number):
+        raise typer.BadParameter(f"{text!r} is no count; write a whole number such as 20000 or 20e3")
+    return int(number)
+
+
+SpecArgument = Annotated[str, typer.Argument(help="A preset's name, or a spec file.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", "-t", help="Model folder, .gguf file, package:NAME or hub name.")
+]
+FeaturesOption = Annotated[Path, typer.Option("--features", "-f", help="Feature store, made by capture.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+HoldoutOption = Annotated[float, typer.Option(help="Share of conversations that measures and never trains.")]
+LengthOption = Annotated[int, typer.Option("--draft-length", "-k", min=1, help="Tokens drafted a cycle.")]
+
+
+@app.command(epilog="Example:  archspec presets")
+def presets(as_json: JsonOption = False) -> None:
+    """List the architectures that come with the package."""
+    from runners import tables
+
+    if as_json:
+        return _print_json(tables.presets())
+    return _print(tables.presets_table())
+
+
+@app.command(epilog="Example:  archspec show eagle3 --target models/smollm2-135m.gguf")
+def show(
+    spec: SpecArgument,
+    target: TargetOption = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Write every default down.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a spec as written; with --resolved every default, with --target the target's numbers and what it costs."""
+    from archspec.presets import load_document, preset_names, preset_text
+    from archspec.resolve import resolve
+    from archspec.spec import DraftSpec
+    from runners import tables
+
+    document = load_document(spec)
+    loaded, facts = document.validate(DraftSpec), _facts(target)
+    fitted = None if facts is None else resolve(loaded, facts, document)
+    if as_json:
+        data: dict[str, Any] = {"spec": (fitted or loaded).model_dump(mode="json")}
+        if fitted is not None:
+            data |= {"hash": fitted.hash, "cost": tables.cost(fitted), "parts": tables.cost_parts(fitted)}
+        return _print_json(data)
+    if fitted is None and not resolved:
+        return typer.echo(preset_text(spec) if spec in preset_names() else Path(spec).read_text("utf-8"), nl=False)
+    typer.echo((fitted or loaded).dump(), nl=False)
+    return None if fitted is None else _print("", tables.cost_table(fitted))
+
+
+@app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target models/smollm2-135m.gguf")
+def validate(
+    files: Annotated[list[Path], typer.Argument(help="Specs, spaces and search files, told apart by their keys.")],
+    target: TargetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check files and report every error in every one of them; exit code 2 if there is any."""
+    from runners.kinds import check_file
+
+    facts = _facts(target)
+    found: list[dict[str, Any]] = []
+    for path in files:
+        try:
+            found.append({"file": str(path), "kind": check_file(path, facts), "errors": []})
+        except ArchspecError as error:
+            found.append({"file": str(path), "kind": None, "errors": str(error).splitlines()})
+    if as_json:
+        _print_json(found)
+    else:
+        for result in found:
+            lines = [f"error: {line}" for line in result["errors"]] or [f"{result['file']}: a valid {result['kind']}"]
+            typer.echo("\n".join(lines), err=bool(result["errors"]))
+    if any(result["errors"] for result in found):
+        raise typer.Exit(2)
+
+
+@app.command(epilog="Example:  archspec diff eagle3 eagle3.1 --target models/smollm2-135m.gguf")
+def diff(
+    a: SpecArgument,
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    target: TargetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where two specs differ and, with --target, what the difference costs."""
+    from archspec.presets import load_document
+    from archspec.resolve import resolve
+    from archspec.spec import DraftSpec
+    from runners import tables
+    from search_spaces.paths import spec_data
+
+    facts, documents = _facts(target), (load_document(a), load_document(b))
+    specs = [document.validate(DraftSpec) for document in documents]
+    fitted = facts and [resolve(spec, facts, document) for spec, document in zip(specs, documents, strict=True)]
+    plain = [spec.model_dump(mode="json") for spec in fitted] if fitted else [spec_data(spec) for spec in specs]
+    found = tables.differences(*({key: value for key, value in data.items() if key != "name"} for data in plain))
+    if as_json:
+        data = {"differences": {path: {"a": left, "b": right} for path, left, right in found}}
+        costs = {"cost": {"a": tables.cost(fitted[0]), "b": tables.cost(fitted[1])}} if fitted else {}
+        return _print_json(data | costs)
+    if not found:
+        return typer.echo(f"{a} and {b} describe the same draft")
+    _print(tables.differences_table(found, a, b))
+    return _print("", tables.cost_difference_table(*fitted)) if fitted else None
+
+
+@app.command(epilog="Example:  archspec schema search > search.schema.json")
+def schema(
+    kind: Annotated[str, typer.Argument(help="spec, space, search, resolved-spec or best-config.")] = "search",
+) -> None:
+    """Print the JSON Schema of a kind of file, for editors and scripts."""
+    from runners import kinds
+
+    _print_json(kinds.schema(kind))
+
+
+@app.command(
+    epilog="Example:  archspec capture -t models/m --generate prompts.jsonl --responses own.jsonl --out runs/features"
+)
+def capture(
+    target: Annotated[str, typer.Option("--target", "-t", help="Model folder, .gguf file, package:NAME or hub name.")],
+    conversations: Annotated[list[Path] | None, typer.Option("--conversations", "-c", help="JSONL to capture.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Feature store to make or reuse.")] = None,
+    generate: Annotated[list[Path] | None, typer.Option("--generate", help="JSONL of prompts to answer.")] = None,
+    responses: Annotated[Path | None, typer.Option("--responses", help="Where the target's answers go.")] = None,
+    layers: Annotated[str, typer.Option(help="Layer ids, or low, middle, high, last.")] = "low,middle,high",
+    dtype: Annotated[str, typer.Option(help="Of the stored states: float32 or bfloat16.")] = "float32",
+    target_dtype: Annotated[str, typer.Option(help="That the target runs in.")] = "float32",
+    max_length: Annotated[int, typer.Option(help="Longest conversation, in tokens.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward.", parser=_tokens)] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 32,
+    seed: int = 0,
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Let the target answer prompts (--generate), and store its hidden states over conversations (--out)."""
+    from runners.texts import capture_files, generate_file
+
+    if bool(generate) != (responses is not None):
+        raise ArchspecError("--generate and --responses belong together: the prompts, and where their answers go")
+    if not generate and not (conversations and out):
+        raise ArchspecError("nothing to do: give --conversations and --out, or --generate and --responses")
+    if conversations and out is None:
+        raise ArchspecError("--conversations needs --out, the folder of the feature store")
+    from runners.target import load_target
+    from runners.training import pick_device
+
+    console = _console()
+    loaded = load_target(target, target_dtype, pick_device(device), trust_remote_code)
+    with _hint("the same command goes on where it stopped"):
+        if generate and responses is not None:
+            generate_file(loaded, generate, responses, max_new_tokens, temperature, batch_size, seed, console)
+        if out is not None:
+            texts = [*(conversations or []), *([responses] if responses else [])]
+            capture_files(loaded, texts, layers.split(","), out, dtype, max_length, batch_tokens, console)
+
+
+@app.command(epilog="Example:  archspec train eagle3 --features runs/features --out runs/eagle3 --tokens 100e3")
+def train(
+    spec: SpecArgument,
+    features: FeaturesOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, metrics and draft.")],
+    tokens: Annotated[int, typer.Option(help="Budget, in tokens of conversations.", parser=_tokens)] = 100_000,
+    rungs: Annotated[str, typer.Option(help="Several budgets, to measure on the way: 20e3,60e3,180e3.")] = "",
+    seed: int = 0,
+    holdout: HoldoutOption = 0.1,
+    draft_length: LengthOption = 4,
+    ttt_steps: Annotated[int, typer.Option(min=1, help="Draft steps that training unrolls.")] = 4,
+    step_decay: Annotated[float, typer.Option(help="Weight of a step over that of the step before.")] = 0.8,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in one optimiser step.", parser=_tokens)] = 2048,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    device: DeviceOption = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train one draft on a feature store and measure it. The same command goes on from its own checkpoint."""
+    from archspec.presets import load_document
+    from runners import single, tables
+    from runners.progress import Meter
+    from runners.store import FeatureStore
+
+    settings: dict[str, Any] = {"ttt_steps": ttt_steps, "step_decay": step_decay, "batch_tokens": batch_tokens}
+    settings |= {"learning_rate": learning_rate, "dtype": dtype, "device": device, "threads": threads}
+    budgets = [_tokens(text) for text in rungs.split(",")] if rungs else [tokens]
+    how = single.Training.of(budgets, settings, draft_length, holdout, seed)
+    task = single.begin_training(load_document(spec), FeatureStore.open(features), out, how)
+    console, results = _console(stderr=as_json), []
+    with _hint("the same command goes on from the last checkpoint"), Meter(console, "trained tokens") as meter:
+        for result in single.run_rungs(task, single.shown(meter, budgets[-1])):
+            results.append(result.as_dict())
+            if not as_json:
+                console.print(
+                    f"{result.tokens:,} tokens, loss {result.loss:.3f}, {result.tokens_per_second:,.0f} tokens/s"
+                )
+                console.print(tables.acceptance_table(result.acceptance), "")
+    return _print_json(results) if as_json else typer.echo(f"draft: {single.find_draft(out)}")
+
+
+@app.command(name="eval", epilog="Example:  archspec eval runs/eagle3 --features runs/features --decode 8")
+def evaluate(
+    draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
+    features: FeaturesOption,
+    target: TargetOption = None,
+    draft_length: LengthOption = 4,
+    sampled: Annotated[bool, typer.Option("--sampled", help="The draft samples instead of taking its argmax.")] = False,
+    holdout: HoldoutOption = 0.1,
+    decode: Annotated[int, typer.Option(min=0, help="Also decode so many held-out conversations for real.")] = 0,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a draft's acceptance on held-out conversations; --decode checks it against real speculative decoding."""
+    from runners import single, tables
+    from runners.acceptance import measure_acceptance
+    from runners.settings import EvalSettings
+    from runners.store import FeatureStore
+    from runners.training import pick_device
+
+    store = FeatureStore.open(features)
+    loaded, (_, heldout) = single.open_draft(draft, store), store.split(holdout)
+    settings = EvalSettings(draft_length=draft_length, draft="sampled" if sampled else "greedy")
+    record = measure_acceptance(loaded, store, heldout, settings, pick_device(device)).as_dict()
+    check = None
+    if decode:
+        check = single.check_decoding(loaded, target, store, heldout[:decode], draft_length, pick_device(device))
+    if as_json:
+        return _print_json({"acceptance": record, "decoding": check.as_dict() if check else None})
+    _print(tables.acceptance_table(record), "", tables.categories_table(record))
+    return _print("", tables.decoding_table(check.as_dict())) if check else None
+
+
+@app.command(epilog="Example:  archspec search examples/smollm2-search.yaml --out runs/first")
+def search(
+    file: Annotated[Path | None, typer.Argument(help="The search file; a resumed run has its own.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/FILE's name if left out.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+) -> None:
+    """Search for the best draft: capture, train candidates rung by rung, measure, write best-config.json."""
+    if file is None and not (resume and out):
+        raise ArchspecError("give a search file, or --resume with --out and the run folder")
+    from runners.search_file import SearchFile
+
+    loaded = None if file is None else SearchFile.load(file)
+    folder = out or Path("runs") / (file or Path()).stem
+    from runners import live, session
+    from runners.progress import Meter
+
+    console, again = _console(), f"go on with: archspec search --resume --out {folder}"
+    with _hint(again if resume else "the same command begins anew"), Meter(console, "captured tokens") as meter:
+        prepared = session.prepare(folder, loaded, resume, console.print, meter)
+    with _hint(again), live.watching(console) as watcher:
+        best, done = session.execute(prepared, watcher)
+    _print(*live.summary(done, best, console.width))
+
+
+@app.command(epilog="Example:  archspec status runs/first --json")
+def status(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show a run, during or after it, from its files alone."""
+    from runners.status import read_status
+    from runners.view import render
+
+    view, data = read_status(run)
+    return _print_json(data) if as_json else _print(render(view, _console().width))
+
+
+@app.command(epilog="Example:  archspec export runs/first --features runs/features --out drafts/eagle3")
+def export(
+    draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for config.json and model.safetensors.")],
+    target: TargetOption = None,
+    features: Annotated[Path | None, typer.Option("--features", "-f", help="A store of the same target.")] = None,
+    layout: Annotated[str, typer.Option("--format", help="specforge.")] = "specforge",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Write a trained draft in another project's layout; the frozen tensors come from its target or a store of it."""
+    from runners import single
+
+    if layout not in single.LAYOUTS:
+        raise ArchspecError(f"--format {layout!r}: {nearest(layout, single.LAYOUTS)}")
+    if (target is None) == (features is None):
+        raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
+    single.export_draft(draft, out, layout, target, features, trust_remote_code)
+    typer.echo(f"{out}: config.json and model.safetensors in {layout}'s layout")
+
+
+@contextmanager
+def _hint(how: str) -> Iterator[None]:
+    """Let Ctrl-C say how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how) from None
+
+
+def _facts(target: str | None) -> "TargetFacts | None":
+    if target is None:
+        return None
+    from runners.target import target_facts
+
+    return target_facts(target)
+
+
+def _console(stderr: bool = False) -> Console:
+    """On a terminal as wide as it is, elsewhere wide enough that tables do not wrap."""
+    console = Console(stderr=stderr, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 140
+    return console
+
+
+def _print(*parts: RenderableType) -> None:
+    console = _console()
+    for part in parts:
+        console.print(part)
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def _say(message: str) -> None:
+    typer.echo(message, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

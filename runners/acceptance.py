@@ -1,0 +1,275 @@
+"""Acceptance, exactly, from one unrolled forward over text that the target itself wrote.
+
+A response is a run of tokens that the target generated. Its first token comes from the prefill; after that every cycle
+starts at a row t, drafts x_{t+2} … x_{t+1+k}, and a verified draft of which a tokens are accepted moves on to row
+t + a + 1. Given the text, drafted token x_{t+2+s} was accepted with a chance r[t, s]:
+
+- greedy draft: 1 if the draft's argmax is that token, else 0;
+- sampled draft: min(1, q(x) / p(x)), with q the draft's and p the target's probability at the text's temperature
+  (1 where that is unknown); at temperature 0 this is the greedy draft.
+
+Acceptances are independent given the text, so the cycles form a Markov chain over rows, and the expected number of
+cycles and of accepted tokens follow by one pass over the response: no sampling, no decoding loop. With greedy drafts
+the chain is deterministic and the pass walks the very cycles that an engine runs. Text of another origin makes all this
+a proxy, which ``Acceptance.own_text`` tells.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from archspec.errors import ArchspecError
+from archspec.modules import Draft
+from archspec.unroll import unroll
+from runners.batches import Batch, length_batches, read_batch
+from runners.settings import EvalSettings
+from runners.store import FeatureStore
+from runners.teacher import Teacher
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Expected sums over cycles: ``reached[s]`` had all steps before s accepted, ``accepted[s]`` step s as well."""
+
+    cycles: float
+    reached: Floats
+    accepted: Floats
+
+    @classmethod
+    def zero(cls, draft_length: int) -> "Counts":
+        """No cycles yet."""
+        return cls(0.0, np.zeros(draft_length), np.zeros(draft_length))
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(self.cycles + other.cycles, self.reached + other.reached, self.accepted + other.accepted)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One draft's acceptance over a set of conversations.
+
+    ``length`` is mean(a) + 1 over cycles, with the interval ``low`` … ``high`` from a bootstrap over conversations;
+    ``rate`` is accepted / drafted tokens. ``conditional[s]`` is the rate of step s given that all before it were
+    accepted (alpha_s); ``per_position[s]`` is unconditional, over cycles, as vLLM reports it. ``length_by_k[k-1]`` is
+    the acceptance length with k draft tokens a cycle.
+    """
+
+    length: float
+    low: float
+    high: float
+    rate: float
+    conditional: tuple[float, ...]
+    per_position: tuple[float, ...]
+    length_by_k: tuple[float, ...]
+    cycles: float
+    conversations: int
+    response_tokens: int
+    draft: str
+    own_text: bool
+    by_category: dict[str, dict[str, float]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, equal to what reading that JSON gives."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+
+def measure_acceptance(
+    draft: Draft, store: FeatureStore, indices: Sequence[int], settings: EvalSettings, device: str = "cpu"
+) -> Acceptance:
+    """Acceptance of ``draft`` on the documents ``indices`` of ``store``.
+
+    Raises:
+        ArchspecError: no document among ``indices`` has a response long enough to draft for.
+    """
+    k = settings.draft_length
+    counts: dict[int, list[Counts]] = {}
+    for index, chances in acceptance_chances(draft, store, indices, settings, device):
+        per_length = counts.setdefault(index, [Counts.zero(n) for n in range(1, k + 1)])
+        for n in range(1, k + 1):
+            per_length[n - 1] += count_cycles(chances[:, :n])
+    if not counts:
+        raise ArchspecError(
+            "no held-out conversation has a response of two or more tokens; capture more text or raise the holdout"
+        )
+    order = sorted(counts)
+    documents = [store.documents[index] for index in order]
+    total = sum((counts[index][-1] for index in order), Counts.zero(k))
+    low, high = _bootstrap([counts[index][-1] for index in order], settings)
+    return Acceptance(
+        length=_length(total),
+        low=low,
+        high=high,
+        rate=float(total.accepted.sum() / (k * total.cycles)),
+        conditional=tuple(float(a / r) if r else 0.0 for a, r in zip(total.accepted, total.reached, strict=True)),
+        per_position=tuple(float(a / total.cycles) for a in total.accepted),
+        length_by_k=tuple(_length(sum((counts[i][n] for i in order), Counts.zero(n + 1))) for n in range(k)),
+        cycles=total.cycles,
+        conversations=len(order),
+        response_tokens=sum(document.response_tokens for document in documents),
+        draft=settings.draft,
+        own_text=all(document.own for document in documents),
+        by_category=_by_category({index: counts[index][-1] for index in order}, store),
+    )
+
+
+@torch.no_grad()
+def acceptance_chances(
+    draft: Draft, store: FeatureStore, indices: Sequence[int], settings: EvalSettings, device: str = "cpu"
+) -> list[tuple[int, Floats]]:
+    """(document, r [rows, k]) of every response: the chance that each start row's drafted tokens are accepted.
+
+    Row j of a response is the cycle start at row P - 1 + j, where P is the response's first token. A step whose token
+    lies beyond the response has chance 0: nothing is accepted there.
+    """
+    draft = draft.to(device).eval()
+    vocab_ids = draft.vocab_ids if draft.spec.reduced_vocab else None
+    temperature = 1.0 if store.manifest.temperature is None else store.manifest.temperature
+    sampled = settings.draft == "sampled" and temperature > 0  # at temperature 0 there is nothing to sample
+    teacher = Teacher(store.weights(), None, device) if sampled else None
+    lengths = {index: store.documents[index].length for index in indices}
+    result: list[tuple[int, Floats]] = []
+    for documents in length_batches(lengths, settings.batch_tokens):
+        batch = read_batch(store, documents, draft.spec.inputs.aux_layers, device)
+        if teacher is None:
+            rows = _match_greedy(draft, batch, settings.draft_length)
+        else:
+            rows = _chance_sampled(draft, batch, settings.draft_length, vocab_ids, teacher, temperature)
+        chances = rows.cpu().numpy().astype(np.float64)
+        for row, index in enumerate(batch.documents):
+            for first, end in spans(batch.response_mask[row]):
+                result.append((index, _inside(chances[row, first - 1 : end - 2], end - first)))
+    return [(index, chances) for index, chances in result if len(chances)]
+
+
+def spans(mask_T: Tensor) -> list[tuple[int, int]]:
+    """Half-open runs [first, end) of response tokens; a run that begins at token 0 has no prefill and starts at 1."""
+    padded = torch.nn.functional.pad(mask_T.to(torch.int8), (1, 1))
+    edges = padded.diff().nonzero().squeeze(-1).tolist()
+    return [(max(first, 1), end) for first, end in zip(edges[::2], edges[1::2], strict=True) if end > max(first, 1)]
+
+
+def count_cycles(chances_Rk: Floats) -> Counts:
+    """Expected cycles and accepted tokens of one response from its chances [rows, k].
+
+    ``start[j]`` is the probability that a cycle starts at row j: 1 for the first, and from row j a cycle that accepts
+    exactly a tokens starts the next one at row j + a + 1.
+    """
+    rows, k = chances_Rk.shape
+    start = np.zeros(rows + k + 1)
+    start[0] = 1.0
+    alive = np.cumprod(chances_Rk, axis=1)
+    reached = np.concatenate((np.ones((rows, 1)), alive[:, :-1]), axis=1)
+    stops = np.concatenate((reached - alive, alive[:, -1:]), axis=1)  # exactly 0, 1, …, k tokens accepted
+    for j in range(rows):
+        if start[j]:
+            start[j + 1 : j + k + 2] += start[j] * stops[j]
+    weight = start[:rows]
+    return Counts(float(weight.sum()), weight @ reached, weight @ alive)
+
+
+def _inside(chances_Rk: Floats, length: int) -> Floats:
+    """Zero the steps that draft beyond a response of ``length`` tokens: row j drafts its tokens j + 1 … j + k."""
+    rows, k = chances_Rk.shape
+    token = np.arange(rows)[:, None] + 1 + np.arange(k)[None, :]
+    return np.where(token < length, chances_Rk, 0.0)
+
+
+def _match_greedy(draft: Draft, batch: Batch, k: int) -> Tensor:
+    """[B, T, k]: 1 where the draft's argmax at row t, step s is x_{t+2+s}."""
+    matches = []
+    for step, state in enumerate(unroll(draft, batch.next_tokens, batch.aux, k)):
+        proposed = draft.target_ids(_argmax(draft, state))
+        matches.append(proposed == _shift(batch.tokens, step + 2))
+    return torch.stack(matches, dim=-1)
+
+
+def _argmax(draft: Draft, state_BTh: Tensor, chunk: int = 1024) -> Tensor:
+    """Draft ids [B, T] of the highest logits, a chunk of rows at a time."""
+    flat = state_BTh.flatten(0, 1)
+    parts = [draft.logits(flat[at : at + chunk]).argmax(-1) for at in range(0, len(flat), chunk)]
+    return torch.cat(parts).view(state_BTh.shape[:2])
+
+
+def _chance_sampled(
+    draft: Draft,
+    batch: Batch,
+    k: int,
+    vocab_ids: Tensor | None,
+    teacher: Teacher,
+    temperature: float,
+    chunk: int = 512,
+) -> Tensor:
+    """[B, T, k]: min(1, q(x) / p(x)) of token x_{t+2+s} at row t, step s."""
+    flat, ids = batch.last.flatten(0, 1), batch.next_tokens.flatten()
+    parts = [
+        teacher.log_probs(flat[at : at + chunk], temperature).gather(-1, ids[at : at + chunk, None])
+        for at in range(0, len(flat), chunk)
+    ]
+    p = torch.cat(parts).view(batch.tokens.shape).exp()  # p[t] is the probability of x_{t+1} given the text up to t
+    chances = []
+    for step, state in enumerate(unroll(draft, batch.next_tokens, batch.aux, k)):
+        wanted = _shift(batch.tokens, step + 2).flatten()
+        flat = state.flatten(0, 1)
+        q = torch.cat(
+            [
+                _probability(draft, flat[at : at + chunk], wanted[at : at + chunk], vocab_ids, temperature)
+                for at in range(0, len(flat), chunk)
+            ]
+        )
+        chances.append((q.view_as(p) / _shift(p, step + 1).clamp_min(1e-30)).clamp_max(1.0))
+    return torch.stack(chances, dim=-1)
+
+
+def _probability(
+    draft: Draft, rows_PH: Tensor, wanted_P: Tensor, vocab_ids: Tensor | None, temperature: float
+) -> Tensor:
+    """The draft's probability of target ids [P] at these rows; 0 for tokens outside its vocabulary."""
+    logits = draft.logits(rows_PH).float() / temperature
+    if vocab_ids is None:
+        at, inside = wanted_P, torch.ones_like(wanted_P, dtype=torch.bool)
+    else:
+        at = torch.searchsorted(vocab_ids, wanted_P).clamp_max(len(vocab_ids) - 1)
+        inside = vocab_ids[at] == wanted_P
+    return torch.where(inside, logits.log_softmax(-1).gather(-1, at[:, None]).squeeze(-1).exp(), 0.0)
+
+
+def _shift(values_BT: Tensor, by: int) -> Tensor:
+    """values[t + by] at t, zeros past the end."""
+    length = values_BT.shape[1]
+    return torch.nn.functional.pad(values_BT, (0, by))[:, by : by + length]
+
+
+def _length(counts: Counts) -> float:
+    return 1.0 + float(counts.accepted.sum() / counts.cycles)
+
+
+def _bootstrap(counts: Sequence[Counts], settings: EvalSettings) -> tuple[float, float]:
+    """Percentile interval of the acceptance length under resampling of whole conversations; seed fixed."""
+    accepted = np.array([c.accepted.sum() for c in counts])
+    cycles = np.array([c.cycles for c in counts])
+    drawn = np.random.default_rng(0).integers(len(counts), size=(settings.bootstrap, len(counts)))
+    lengths = 1 + accepted[drawn].sum(1) / cycles[drawn].sum(1)
+    tail = (1 - settings.confidence) / 2
+    low, high = np.quantile(lengths, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _by_category(counts: dict[int, Counts], store: FeatureStore) -> dict[str, dict[str, float]]:
+    groups: dict[str, list[Counts]] = {}
+    for index, count in counts.items():
+        groups.setdefault(store.documents[index].category or "uncategorised", []).append(count)
+    return {
+        name: {
+            "length": _length(sum(group[1:], group[0])),
+            "cycles": sum(c.cycles for c in group),
+            "conversations": len(group),
+        }
+        for name, group in sorted(groups.items())
+    }

@@ -1,0 +1,66 @@
+"""What the search asks of a runner: take rung tasks and say how they went. Runners differ in nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from runners.training import StepReport
+from runners.trial import Measurement, RungTask
+
+FailureKind = Literal["diverged", "out_of_memory", "timed_out", "crashed", "error", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a task has no measurement. ``retry`` says whether its checkpoint is sound and running it again may help."""
+
+    kind: FailureKind
+    reason: str
+    retry: bool = False
+
+
+@dataclass(frozen=True)
+class Started:
+    """A task's process is up."""
+
+    task: RungTask
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A task trained another while."""
+
+    task: RungTask
+    report: StepReport
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A task is over, one way or the other."""
+
+    task: RungTask
+    result: Measurement | Failure
+
+
+Event = Started | Progress | Finished
+
+
+class Executor(Protocol):
+    """Runs rung tasks. The search never submits more than ``capacity`` at a time."""
+
+    @property
+    def capacity(self) -> int:
+        """How many tasks can really run at once."""
+        ...
+
+    def submit(self, task: RungTask) -> None:
+        """Begin a task; exactly one ``Finished`` event will follow."""
+        ...
+
+    def wait(self, timeout: float) -> Sequence[Event]:
+        """Events since the last call, waiting up to ``timeout`` seconds for the first."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stop whatever runs; its checkpoints stay."""
+        ...

@@ -1,0 +1,240 @@
+"""Watching a search: a table that stays in place on a terminal, one plain line for each event elsewhere.
+
+Either way ``leaderboard.csv`` is rewritten after every rung, and ``progress.json`` tells other processes what is in
+flight.
+"""
+
+import statistics
+import time
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from archspec.files import write_json
+from runners.executor import Event, Failure, Finished, Progress, Started
+from runners.report import leaderboard_rows, write_leaderboard
+from runners.result import BestConfig
+from runners.search import Search
+from runners.status import PROGRESS_FILE
+from runners.study import Record
+from runners.trial import Measurement, RungTask
+from runners.view import Row, Running, View, clock, interval, render
+
+PROGRESS_SECONDS = 2.0
+LINE_SECONDS = 60.0
+
+Key = tuple[int, int]
+
+
+class Pace:
+    """Counts trained tokens of this process, and from them the time that is left."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._began: dict[Key, tuple[float, int]] = {}
+        self._trained = 0
+        self.running: dict[Key, Running] = {}
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the first look."""
+        return time.monotonic() - self._start
+
+    def take(self, event: Event, seed: int) -> None:
+        """Take an event of the search, whose own seed is ``seed``."""
+        task, key = event.task, (event.task.number, event.task.seed)
+        if isinstance(event, Started):
+            before = task.rungs[task.rung - 1] if task.rung else 0
+            self._began[key] = (time.monotonic(), before)
+            self.running[key] = self._state(task, before, seed, None)
+            return
+        tokens = self.running[key].tokens if key in self.running else 0
+        if isinstance(event, Finished):
+            self.running.pop(key, None)
+            if isinstance(event.result, Measurement):
+                self._trained += max(0, event.result.tokens - tokens)
+            return
+        self._trained += max(0, event.report.tokens - tokens)
+        since, before = self._began.get(key, (self._start, 0))
+        speed = (event.report.tokens - before) / max(time.monotonic() - since, 1e-6)
+        self.running[key] = self._state(task, event.report.tokens, seed, speed)
+
+    def left(self, search: Search) -> float | None:
+        """Estimated seconds to the end, evaluation and start-up in their present share; None while nothing is known."""
+        if not self._trained or self.elapsed < 1:
+            return None
+        rate, file, records = self._trained / self.elapsed, search.file, search.study.records
+        full, closed = file.budget.rungs[-1], [r for r in records.values() if r.state != "running" and r.measurements]
+        usual = statistics.fmean(r.measurements[-1].tokens for r in closed) if closed else full
+        under_way = sum(max(0.0, max(usual, r.goal) - r.tokens) for r in self.running.values() if not r.seed_offset)
+        new = 0.0 if search.exhausted else max(0, file.budget.trials - len(records)) * usual
+        if file.budget.hours is not None:
+            new = min(new, max(0.0, file.budget.hours * 3600 - self.elapsed) * rate)
+        repeats = full * (file.budget.seeds - 1) * min(file.budget.finalists, max(1, len(records)))
+        repeats -= sum(m.tokens for record in records.values() for m in record.repeats)
+        repeats -= sum(r.tokens for r in self.running.values() if r.seed_offset)
+        return (under_way + new + max(0.0, repeats)) / rate
+
+    def _state(self, task: RungTask, tokens: int, seed: int, speed: float | None) -> Running:
+        return Running(task.number, task.seed - seed, task.rung, tokens, task.rungs[task.rung], speed)
+
+
+def view_of(search: Search, pace: Pace) -> View:
+    """The search as it stands in this process."""
+    running = {r.trial: r for r in pace.running.values()}
+    rows = tuple(Row.of(row, running.get(row["trial"])) for row in leaderboard_rows(search))
+    budget, objective = search.file.budget, search.file.objective
+    return View(
+        title=str(search.folder.path),
+        rows=rows,
+        trials=max(budget.trials, len(rows)) if not search.exhausted else len(rows),
+        rungs=budget.rungs,
+        confidence=objective.confidence,
+        proxy=search.store.manifest.text_origin != "own",
+        elapsed=pace.elapsed,
+        left=pace.left(search),
+    )
+
+
+class Watching(AbstractContextManager["Watching"]):
+    """The common part: pace, leaderboard, progress for other processes. ``show`` is the display's."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.pace = Pace()
+        self._search: Search | None = None
+        self._written = 0.0
+
+    def __enter__(self) -> Self:
+        """Start to watch."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say that nothing is in flight any more."""
+        if self._search is not None:
+            self.pace.running.clear()
+            self._tell_others(self._search, "finished" if kind is None else "stopped")
+
+    def changed(self, search: Search, event: Event) -> None:
+        """See ``Watcher``."""
+        self._search = search
+        self.pace.take(event, search.file.seed)
+        if not isinstance(event, Progress):
+            write_leaderboard(search)
+        if not isinstance(event, Progress) or time.monotonic() - self._written > PROGRESS_SECONDS:
+            self._tell_others(search, None)
+        self.show(search, event)
+
+    @abstractmethod
+    def show(self, search: Search, event: Event) -> None:
+        """Display what changed."""
+
+    def _tell_others(self, search: Search, ended: str | None) -> None:
+        self._written = time.monotonic()
+        left = None if ended else self.pace.left(search)
+        write_json(
+            search.folder.path / PROGRESS_FILE,
+            {
+                "updated": round(time.time(), 1),
+                "elapsed": round(self.pace.elapsed, 1),
+                "left": None if left is None else round(left, 1),
+                "running": [running.as_dict() for running in self.pace.running.values()],
+                "ended": ended,
+            },
+        )
+
+
+class LiveTable(Watching):
+    """The table on a terminal; it goes when the search ends, and the final one takes its place."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._view: View | None = None
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=2, transient=True, screen=False
+        )
+
+    def __enter__(self) -> Self:
+        """Start to draw."""
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop drawing."""
+        self._live.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
+
+    def show(self, search: Search, _event: Event) -> None:
+        """See ``Watching``."""
+        self._view = view_of(search, self.pace)
+
+    def _render(self) -> RenderableType:
+        if self._view is None:
+            return Text("the first trial begins …", style="dim")
+        return render(self._view, self.console.width, self.console.height)
+
+
+class PlainLines(Watching):
+    """One line for each event, and one a minute for a trial in training."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._said: dict[Key, float] = {}
+
+    def show(self, search: Search, event: Event) -> None:
+        """See ``Watching``."""
+        record, key = search.study.records[event.task.number], (event.task.number, event.task.seed)
+        now = time.monotonic()
+        if isinstance(event, Progress) and now - self._said.setdefault(key, now) < LINE_SECONDS:
+            return
+        self._said[key] = now
+        line = f"[{clock(self.pace.elapsed)}] {describe(search, record, event)}"
+        self.console.print(line, soft_wrap=True)
+
+
+def describe(search: Search, record: Record, event: Event) -> str:
+    """One event in words."""
+    task, offset = event.task, event.task.seed - search.file.seed
+    who = f"trial {record.number} {record.name}" + (f", seed {offset + 1}" if offset else "")
+    rung, goal = f"rung {task.rung + 1} of {len(task.rungs)}", f"{task.rungs[task.rung]:,} tokens"
+    if isinstance(event, Started):
+        return f"{who}: {rung} begins, to {goal}"
+    if isinstance(event, Progress):
+        return f"{who}: {rung}, {event.report.tokens:,} of {goal}, loss {event.report.loss:.3f}"
+    if isinstance(event.result, Failure):
+        again = "; running it again" if (task.number, task.seed) in search.in_flight else ""
+        return f"{who}: {rung} {event.result.kind}: {event.result.reason}{again}"
+    proxy = " (proxy)" if search.store.manifest.text_origin != "own" else ""
+    told = event.result.acceptance
+    fate = {"pruned": "; stopped", "complete": "; done"}.get(record.state, "") if not offset else ""
+    measured = f"acceptance length{proxy} {event.result.length:.4f} {interval(told['low'], told['high'])}"
+    return f"{who}: {rung}, {measured}, {event.result.tokens_per_second:,.0f} tokens/s{fate}"
+
+
+def summary(search: Search, best: BestConfig, width: int) -> list[RenderableType]:
+    """What is shown when a search ends: the leaderboard, the verdict, and where everything lies."""
+    pace = Pace()
+    view = replace(view_of(search, pace), elapsed=time.monotonic() - search.started, left=None)
+    folder = search.folder
+    paths = (folder.best_config, folder.best, folder.leaderboard)
+    return [
+        render(view, width),
+        "",
+        Text(best.verdict.text, style="bold"),
+        Text("\n".join(map(str, paths)), style="dim"),
+    ]
+
+
+def watching(console: Console) -> Watching:
+    """The table on a terminal, lines elsewhere."""
+    return LiveTable(console) if console.is_terminal else PlainLines(console)

@@ -1,0 +1,150 @@
+"""The local runner: a process for every task, so that a crash, a kill or a leak ends one trial and nothing else."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+
+import torch
+
+from archspec.errors import ArchspecError
+from runners.executor import Event, Failure, Finished, Progress, Started
+from runners.training import DivergedError, StepReport
+from runners.trial import LOG_FILE, Measurement, RungTask, run_rung
+
+PROGRESS_SECONDS = 0.5
+
+
+@dataclass
+class _Running:
+    task: RungTask
+    process: ForkServerProcess
+    events: Connection
+    deadline: float | None
+
+
+class LocalExecutor:
+    """Runs up to ``concurrent`` tasks at once, each in a process forked from a server that has torch loaded already.
+
+    A task that takes longer than ``task_seconds`` is killed and ends as ``timed_out``.
+    """
+
+    def __init__(self, concurrent: int = 1, task_seconds: float | None = None) -> None:
+        self._concurrent, self._task_seconds = concurrent, task_seconds
+        self._context = multiprocessing.get_context("forkserver")
+        # Every optimiser imports torch._dynamo when it is made, which takes a second: once here, not in each task.
+        self._context.set_forkserver_preload(["runners.trial", "torch._dynamo"])
+        self._running: list[_Running] = []
+        self._started: list[Event] = []
+
+    @property
+    def capacity(self) -> int:
+        """See ``Executor``."""
+        return self._concurrent
+
+    def submit(self, task: RungTask) -> None:
+        """See ``Executor``."""
+        task.directory.mkdir(parents=True, exist_ok=True)
+        here, there = self._context.Pipe(duplex=False)
+        threads = task.train.threads or max(1, (os.cpu_count() or 1) // self._concurrent)
+        process = self._context.Process(target=_run_in_child, args=(task, there, threads), daemon=True)
+        process.start()
+        there.close()
+        deadline = time.monotonic() + self._task_seconds if self._task_seconds else None
+        self._running.append(_Running(task, process, here, deadline))
+        self._started.append(Started(task))
+
+    def wait(self, timeout: float) -> Sequence[Event]:
+        """See ``Executor``."""
+        events, self._started = self._started, []
+        if events or not self._running:
+            return events
+        until_deadline = [running.deadline - time.monotonic() for running in self._running if running.deadline]
+        ready = wait([running.events for running in self._running], max(0.0, min([timeout, *until_deadline])))
+        for running in list(self._running):
+            event = self._receive(running) if running.events in ready else None
+            if event is not None:
+                events.append(event)
+            if not isinstance(event, Finished) and running.deadline and time.monotonic() >= running.deadline:
+                events.append(self._end(running, Failure("timed_out", f"took longer than {self._task_seconds:g} s")))
+        return events
+
+    def shutdown(self) -> None:
+        """See ``Executor``."""
+        for running in self._running:
+            running.process.kill()
+            running.process.join()
+            running.events.close()
+        self._running.clear()
+        self._started.clear()
+
+    def _receive(self, running: _Running) -> Event:
+        try:
+            message = running.events.recv()
+        except (EOFError, OSError):  # the second where a message was cut in the middle
+            running.process.join()
+            return self._end(running, _death(running.process.exitcode))
+        if isinstance(message, StepReport):
+            return Progress(running.task, message)
+        return self._end(running, message)
+
+    def _end(self, running: _Running, result: Measurement | Failure) -> Finished:
+        self._running.remove(running)
+        if isinstance(result, Failure):
+            running.process.kill()
+        running.process.join()
+        running.events.close()
+        return Finished(running.task, result)
+
+
+def _death(exitcode: int | None) -> Failure:
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        hint = ", perhaps by the kernel for want of memory" if name == "SIGKILL" else ""
+        return Failure("crashed", f"the trial's process was ended by {name}{hint}", retry=True)
+    return Failure("crashed", f"the trial's process exited with code {exitcode} without a result", retry=True)
+
+
+def _run_in_child(task: RungTask, events: Connection, threads: int) -> None:
+    """Run one task with its output in the trial's log; send progress, then the result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's to handle; it ends its children itself
+    torch.set_num_threads(threads)
+    last_sent = 0.0
+
+    def send_progress(report: StepReport) -> None:
+        nonlocal last_sent
+        if time.monotonic() - last_sent > PROGRESS_SECONDS:
+            last_sent = time.monotonic()
+            events.send(report)
+
+    with (
+        (task.directory / LOG_FILE).open("a", encoding="utf-8", buffering=1) as log,  # line by line: a kill loses none
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        print(f"rung {task.rung} of {len(task.rungs)}, seed {task.seed}, process {os.getpid()}, {threads} threads")
+        result = outcome_of(task, send_progress)
+        print(f"ended with {result}")
+    events.send(result)
+
+
+def outcome_of(task: RungTask, on_step: Callable[[StepReport], None]) -> Measurement | Failure:
+    """Run a task and sort what can go wrong into kinds; the traceback goes to standard error."""
+    try:
+        return run_rung(task, on_step)
+    except DivergedError as error:
+        return Failure("diverged", str(error))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        traceback.print_exc()
+        return Failure("out_of_memory", str(error) or "out of memory")
+    except ArchspecError as error:
+        return Failure("error", str(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Failure("error", f"{type(error).__name__}: {error}")

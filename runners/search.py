@@ -1,0 +1,185 @@
+"""The search: draw, submit, report, stop the weak, repeat the finalists with more seeds, write what was found."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from archspec.errors import ArchspecError
+from runners.executor import Event, Executor, Failure, Finished, Progress
+from runners.run_folder import RunFolder
+from runners.search_file import SearchFile
+from runners.store import FeatureStore
+from runners.study import Record, Study
+from runners.trial import Measurement, RungTask, read_metrics
+
+POLL_SECONDS = 0.5
+
+
+class Watcher(Protocol):
+    """Whoever wants to see a search happen; the command line's table is one."""
+
+    def changed(self, search: "Search", event: Event) -> None:
+        """An event was dealt with; ``search.study.records`` are up to date."""
+        ...
+
+
+class Search:
+    """One run: its study, its executor, and which trials are in flight.
+
+    ``execute`` may be interrupted at any moment and called again in a new process on the same folder.
+    """
+
+    def __init__(
+        self, folder: RunFolder, file: SearchFile, store: FeatureStore, executor: Executor, watcher: Watcher
+    ) -> None:
+        self.folder, self.file, self.store, self.executor = folder, file, store, executor
+        self.study = Study(folder, file, store.facts)
+        self.started = time.monotonic()
+        self.in_flight: dict[tuple[int, int], RungTask] = {}
+        self.progress: dict[tuple[int, int], Progress] = {}
+        self.exhausted = False
+        self._watcher = watcher
+        self._waiting: list[Record] = []
+        self._attempts: dict[tuple[int, int, int], int] = {}
+        self._failures_in_a_row = 0
+
+    def execute(self) -> list[Record]:
+        """Search, then repeat the finalists; returns all records, best first.
+
+        Raises:
+            ArchspecError: too many trials failed one after another, or no trial came to an end with a result.
+        """
+        try:
+            self._waiting = self.study.adopt()
+            while self._fill() or self.in_flight:
+                self._pump()
+            self._repeat_finalists()
+        finally:
+            self.executor.shutdown()
+        ranked = self.ranking()
+        if not ranked:
+            reasons = {r.failure.reason for r in self.study.records.values() if r.failure}
+            raise ArchspecError(
+                f"{self.folder.path}: no trial reached the last rung; failures: {'; '.join(sorted(reasons)) or 'none'}"
+            )
+        return ranked
+
+    def ranking(self) -> list[Record]:
+        """Completed records, best mean over seeds first.
+
+        Those with repeats stand before those without: a lucky single seed does not beat a mean over several.
+        """
+        return sorted(self._complete(), key=lambda record: (bool(record.repeats), self.score(record)), reverse=True)
+
+    def _complete(self) -> list[Record]:
+        return [record for record in self.study.records.values() if record.state == "complete"]
+
+    def score(self, record: Record) -> float:
+        """The mean of the objective over a record's seeds, at its last rung."""
+        final = [record.measurements[-1], *record.repeats]
+        return sum(self.file.objective.value(m.acceptance) for m in final) / len(final)
+
+    def _fill(self) -> bool:
+        """Begin trials up to the executor's capacity; whether any is in flight or could be begun."""
+        while self._waiting and len(self.in_flight) < self.executor.capacity:
+            self._go_on(self._waiting.pop(0))
+        while len(self.in_flight) < self.executor.capacity and self._may_begin():
+            record = self.study.draw()
+            if record is None:
+                self.exhausted = True
+                break
+            self._submit(self._task(record, 0))
+        return bool(self.in_flight)
+
+    def _go_on(self, record: Record) -> None:
+        """Take up a trial of an earlier process, whose last measurement may be on disk but not in the study."""
+        if not record.measurements or self.study.report(record, record.measurements[-1]):
+            self._submit(self._task(record, len(record.measurements)))
+
+    def _may_begin(self) -> bool:
+        hours = self.file.budget.hours
+        in_time = hours is None or time.monotonic() - self.started < hours * 3600
+        return not self.exhausted and in_time and len(self.study.records) < self.file.budget.trials
+
+    def _pump(self) -> None:
+        for event in self.executor.wait(POLL_SECONDS):
+            key = (event.task.number, event.task.seed)
+            if isinstance(event, Progress):
+                self.progress[key] = event
+            elif isinstance(event, Finished):
+                del self.in_flight[key]
+                self.progress.pop(key, None)
+                self._finished(event.task, event.result)
+            self._watcher.changed(self, event)
+
+    def _finished(self, task: RungTask, result: Measurement | Failure) -> None:
+        record = self.study.records[task.number]
+        if isinstance(result, Failure):
+            if result.retry and self._may_retry(task):
+                self._submit(task)
+            elif task.seed == self.file.seed:
+                self.study.fail(record, result)
+                self._count_failure(result)
+        elif task.seed != self.file.seed:
+            record.repeats.append(result)
+        else:
+            self._failures_in_a_row = 0
+            if self.study.report(record, result):
+                self._submit(task.at(task.rung + 1))
+
+    def _may_retry(self, task: RungTask) -> bool:
+        key = (task.number, task.seed, task.rung)
+        self._attempts[key] = self._attempts.get(key, 0) + 1
+        return self._attempts[key] <= self.file.budget.retries
+
+    def _count_failure(self, failure: Failure) -> None:
+        self._failures_in_a_row += 1
+        limit = self.file.budget.max_failures_in_a_row
+        if self._failures_in_a_row >= limit:
+            raise ArchspecError(
+                f"{self.folder.path}: {limit} trials failed one after another, the last as {failure.kind}: "
+                f"{failure.reason}; mend the cause and go on with --resume"
+            )
+
+    def _repeat_finalists(self) -> None:
+        """Train the best again with other seeds, at the full budget, so that seed noise is known."""
+        waiting = [
+            self._repeat_task(record, offset)
+            for record in self._finalists()
+            for offset in range(1, self.file.budget.seeds)
+            if not read_metrics(self.folder.trial(record.number, offset))
+        ]
+        while waiting or self.in_flight:
+            while waiting and len(self.in_flight) < self.executor.capacity:
+                self._submit(waiting.pop(0))
+            self._pump()
+
+    def _finalists(self) -> list[Record]:
+        """The best by the search's own seed alone, so that repeats do not change who is repeated."""
+        value = self.file.objective.value
+        ordered = sorted(self._complete(), key=lambda record: value(record.measurements[-1].acceptance), reverse=True)
+        return ordered[: self.file.budget.finalists]
+
+    def _task(self, record: Record, rung: int) -> RungTask:
+        return RungTask(
+            number=record.number,
+            directory=self.folder.trial(record.number),
+            spec=record.spec,
+            features=Path(self.store.path),
+            holdout=self.file.data.holdout,
+            train=self.file.train.model_copy(update=record.candidate.train),
+            evaluate=self.file.objective,
+            rungs=self.file.budget.rungs,
+            rung=rung,
+            seed=self.file.seed,
+        )
+
+    def _repeat_task(self, record: Record, offset: int) -> RungTask:
+        total = self.file.budget.rungs[-1]
+        directory = self.folder.trial(record.number, offset)
+        return replace(self._task(record, 0), directory=directory, rungs=(total,), seed=self.file.seed + offset)
+
+    def _submit(self, task: RungTask) -> None:
+        self.in_flight[task.number, task.seed] = task
+        self.executor.submit(task)

@@ -1,0 +1,224 @@
+"""One draft by itself: trained without a search, loaded back, checked by real decoding."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from archspec import specforge
+from archspec.errors import ArchspecError
+from archspec.files import write_json
+from archspec.modules import Draft
+from archspec.resolve import resolve
+from archspec.schema import Document
+from archspec.spec import DraftSpec
+from archspec.weights import SPEC_FILE, WEIGHTS_FILE, load_draft
+from runners.acceptance import Acceptance, measure_acceptance, spans
+from runners.decoding import decode_plain, decode_speculative
+from runners.progress import Meter
+from runners.settings import EvalSettings, TrainSettings
+from runners.store import FeatureStore
+from runners.target import load_target
+from runners.training import StepReport
+from runners.trial import WEIGHTS_FOLDER, Measurement, RungTask, run_rung
+
+SETTINGS_FILE = "train.json"
+LAYOUTS: dict[str, Callable[[Draft, Path], None]] = {"specforge": specforge.export}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one draft is trained: everything that a resume must find unchanged."""
+
+    rungs: tuple[int, ...]
+    train: TrainSettings
+    evaluate: EvalSettings
+    holdout: float
+    seed: int
+
+    @classmethod
+    def of(
+        cls, rungs: Sequence[int], settings: Mapping[str, Any], draft_length: int, holdout: float, seed: int
+    ) -> "Training":
+        """From plain values.
+
+        Raises:
+            ArchspecError: a setting is out of its range, or the rungs do not rise.
+        """
+        if list(rungs) != sorted(set(rungs)):
+            raise ArchspecError(f"rungs must rise, for example 20e3,60e3,180e3, but are {', '.join(map(str, rungs))}")
+        train = Document(dict(settings), "train").validate(TrainSettings)
+        return cls(tuple(rungs), train, EvalSettings(draft_length=draft_length), holdout, seed)
+
+
+def begin_training(written: Document, store: FeatureStore, out: Path, training: Training) -> RungTask:
+    """The first rung's task for the spec ``written``, in folder ``out``, which is new or holds the same training.
+
+    Raises:
+        ArchspecError: ``written`` is no spec or does not fit the store's target, the store lacks a layer, or ``out``
+            holds other things.
+    """
+    resolved = resolve(written.validate(DraftSpec), store.facts, written)
+    store.require(resolved.inputs.aux_layers)
+    record = {
+        "spec": resolved.model_dump(mode="json"),
+        "features": store.fingerprint,
+        "rungs": list(training.rungs),
+        "train": training.train.model_dump(mode="json", exclude={"threads", "device"}),
+        "evaluate": training.evaluate.model_dump(mode="json"),
+        "holdout": training.holdout,
+        "seed": training.seed,
+    }
+    _require_same(out, record)
+    write_json(out / SETTINGS_FILE, record)
+    return RungTask(
+        number=0,
+        directory=out,
+        spec=resolved,
+        features=store.path,
+        holdout=training.holdout,
+        train=training.train,
+        evaluate=training.evaluate,
+        rungs=training.rungs,
+        rung=0,
+        seed=training.seed,
+    )
+
+
+def run_rungs(task: RungTask, on_step: Callable[[StepReport], None]) -> Iterator[Measurement]:
+    """Train rung after rung; those that were measured before are answered from the record."""
+    for rung in range(len(task.rungs)):
+        yield run_rung(task.at(rung), on_step)
+
+
+def shown(meter: Meter, total: int) -> Callable[[StepReport], None]:
+    """A callback for ``run_rungs`` that moves ``meter`` towards ``total`` tokens."""
+
+    def on_step(report: StepReport) -> None:
+        meter.note = f"loss {report.loss:.3f}, learning rate {report.learning_rate:.1e}"
+        meter(min(report.tokens, total), total)
+
+    return on_step
+
+
+def find_draft(path: Path) -> Path:
+    """The folder that holds the draft meant by ``path``: itself, a trial's ``draft``, or a run's ``best``.
+
+    Raises:
+        ArchspecError: there is no draft.
+    """
+    for folder in (path, path / WEIGHTS_FOLDER, path / "best"):
+        if (folder / WEIGHTS_FILE).is_file():
+            return folder
+    raise ArchspecError(
+        f"{path}: holds no draft ({SPEC_FILE} and {WEIGHTS_FILE}); give a run, a trial or its draft folder"
+    )
+
+
+def open_draft(path: Path, store: FeatureStore) -> Draft:
+    """The draft meant by ``path`` with its target's tensors from ``store``.
+
+    Raises:
+        ArchspecError: there is none, or it was made for another target, or reads a layer that the store lacks.
+    """
+    folder = find_draft(path)
+    draft = load_draft(folder, store.weights())
+    if draft.spec.target != store.facts:
+        raise ArchspecError(f"{folder}: the draft is for a target of other dimensions than that of {store.path}")
+    store.require(draft.spec.inputs.aux_layers)
+    return draft
+
+
+def export_draft(
+    path: Path, out: Path, layout: str, model: str | None, features: Path | None, trust_remote_code: bool = False
+) -> None:
+    """Write the draft meant by ``path`` into the new folder ``out``, its frozen tensors from a target or a store.
+
+    Raises:
+        ArchspecError: there is no such draft, it is for another target, the layout cannot hold it, or ``out`` exists.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ArchspecError(f"{out}: exists; choose a new folder")
+    if features is not None:
+        LAYOUTS[layout](open_draft(path, FeatureStore.open(features)), out)
+        return
+    target = load_target(model or "", "float32", "cpu", trust_remote_code)
+    draft = load_draft(find_draft(path), target.weights)
+    if draft.spec.target != target.facts:
+        raise ArchspecError(f"{path}: the draft is for a target of other dimensions than {model}")
+    LAYOUTS[layout](draft, out)
+
+
+@dataclass(frozen=True)
+class DecodingCheck:
+    """Real decoding beside the evaluator on the same responses. ``same_text`` counts those equal to plain decoding."""
+
+    responses: int
+    same_text: int
+    cycles: int
+    accepted: int
+    evaluator: Acceptance
+    plain_tokens_per_second: float
+    draft_tokens_per_second: float
+
+    @property
+    def length(self) -> float:
+        """The loop's acceptance length, mean(a) + 1."""
+        return 1.0 + self.accepted / max(1, self.cycles)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        own = {key: value for key, value in vars(self).items() if key != "evaluator"}
+        return own | {"length": self.length, "evaluator": self.evaluator.as_dict()}
+
+
+def check_decoding(
+    draft: Draft, model: str | None, store: FeatureStore, indices: list[int], draft_length: int, device: str
+) -> DecodingCheck:
+    """Decode the responses of these documents at temperature 0, with and without the draft, and evaluate the same.
+
+    ``model`` names the target; None takes the one that the store was made from.
+
+    Raises:
+        ArchspecError: the target cannot be loaded or is not the store's, or the documents hold no response.
+    """
+    settings = EvalSettings(draft_length=draft_length)
+    target = load_target(model or store.manifest.target_path, "float32", device)
+    store.require(draft.spec.inputs.aux_layers, target.fingerprint)
+    evaluator = measure_acceptance(draft, store, indices, settings, str(target.device))
+    same = cycles = accepted = responses = tokens = 0
+    plain_seconds = draft_seconds = 0.0
+    for index in indices:
+        features = store.read(index, ())
+        for first, end in spans(features.response_mask):
+            prompt, length = features.tokens[:first].tolist(), end - first
+            before = time.perf_counter()
+            plain = decode_plain(target, prompt, length)
+            between = time.perf_counter()
+            decoded = decode_speculative(target, draft, prompt, length, settings.draft_length)
+            plain_seconds += between - before
+            draft_seconds += time.perf_counter() - between
+            same += decoded.tokens == plain
+            cycles, accepted = cycles + len(decoded.accepted), accepted + sum(decoded.accepted)
+            responses, tokens = responses + 1, tokens + len(plain)
+    rates = (tokens / max(seconds, 1e-9) for seconds in (plain_seconds, draft_seconds))
+    return DecodingCheck(responses, same, cycles, accepted, evaluator, *rates)
+
+
+def _require_same(out: Path, record: dict[str, Any]) -> None:
+    file = out / SETTINGS_FILE
+    if not file.is_file():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ArchspecError(f"{out}: exists and holds no training of one draft; choose another with --out")
+        return
+    try:
+        before = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArchspecError(f"{file}: not valid JSON ({error})") from None
+    changed = [key for key, value in record.items() if before.get(key) != value]
+    if changed:
+        raise ArchspecError(
+            f"{out}: holds a training with other values of {', '.join(changed)} (see {file}); choose another with --out"
+        )

@@ -1,0 +1,261 @@
+"""The search's memory: an Optuna study in a journal that this process alone writes, and one record per architecture."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import TrialState
+
+from archspec.errors import ArchspecError
+from archspec.facts import TargetFacts
+from archspec.files import write_text
+from archspec.presets import load_spec
+from archspec.resolve import ResolvedSpec, resolve
+from archspec.spec import DraftSpec
+from archspec.weights import SPEC_FILE
+from runners.executor import Failure
+from runners.run_folder import RunFolder
+from runners.search_file import SearchFile
+from runners.trial import Measurement, read_metrics
+from search_spaces import Candidate, Infeasible, apply_overrides, locate, sample
+
+MAX_REPEATS = 60  # draws in a row that bring nothing new before the space counts as exhausted
+REPEATS_BEFORE_RANDOM = 5
+
+State = Literal["running", "complete", "pruned", "failed"]
+_STATES: dict[TrialState, State] = {
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+@dataclass
+class Record:
+    """One architecture that is or was trained: ``measurements`` are its rungs, ``repeats`` its other seeds."""
+
+    number: int
+    candidate: Candidate
+    baseline: str | None
+    state: State = "running"
+    failure: Failure | None = None
+    measurements: list[Measurement] = field(default_factory=list)
+    repeats: list[Measurement] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What tables call it: the baseline's name, or one made of the chosen values."""
+        return self.baseline or self.candidate.written.name
+
+    @property
+    def spec(self) -> ResolvedSpec:
+        """The resolved architecture."""
+        return self.candidate.spec
+
+
+class Study:
+    """Asks Optuna for candidates and tells it how they did. Every method leaves the journal whole."""
+
+    def __init__(self, folder: RunFolder, file: SearchFile, facts: TargetFacts) -> None:
+        self._folder, self._file, self._facts = folder, file, facts
+        folder.mend_journal()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            lock = JournalFileOpenLock(str(folder.study))
+            storage = JournalStorage(JournalFileBackend(str(folder.study), lock_obj=lock))
+            self._study = optuna.create_study(
+                study_name=f"drafts-{file.space.hash}",
+                storage=storage,
+                direction="maximize",
+                load_if_exists=True,
+                pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=file.budget.reduction),
+            )
+            self._sampler = self._make_sampler(len(self._study.trials))
+        self.records: dict[int, Record] = {}
+        self.infeasible: int = 0
+        for frozen in self._study.trials:
+            self._remember(frozen)
+
+    def adopt(self) -> list[Record]:
+        """Records that were in flight when the search stopped; trials that never got a candidate are closed."""
+        for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
+            if frozen.number not in self.records:
+                self._study.tell(frozen.number, state=TrialState.FAIL)
+        return [record for record in self.records.values() if record.state == "running"]
+
+    def draw(self) -> Record | None:
+        """The next architecture to train: the baselines first, then what the sampler asks for; None if none is new.
+
+        Repeats are told their known result, infeasible draws their violation; neither is returned.
+        """
+        for baseline in self._file.baselines:
+            record = self._draw_baseline(baseline)
+            if record is not None:
+                return record
+        for repeats in range(MAX_REPEATS):
+            self._study.sampler = (
+                self._sampler
+                if repeats % (REPEATS_BEFORE_RANDOM + 1) < REPEATS_BEFORE_RANDOM
+                else self._random(repeats)
+            )
+            trial = self._study.ask()
+            candidate = self._feasible(trial)
+            if candidate is None:
+                continue
+            twin = next((r for r in self.records.values() if r.candidate.hash == candidate.hash), None)
+            if twin is None:
+                return self._begin(trial, candidate, None)
+            self._tell_twin(trial, twin)
+        return None
+
+    def report(self, record: Record, measurement: Measurement) -> bool:
+        """Take a rung's measurement; returns whether the trial should go on to the next rung.
+
+        Baselines always go on. The last rung completes the trial.
+        """
+        record.measurements = [*record.measurements[: measurement.rung], measurement]
+        trial, step = self._trial(record), self._step(measurement.rung)
+        value = self._file.objective.value(measurement.acceptance)
+        if step not in self._study.trials[record.number].intermediate_values:
+            trial.report(value, step=step)
+        if measurement.rung == len(self._file.budget.rungs) - 1:
+            self._close(record, "complete", value)
+            return False
+        if record.baseline is None and trial.should_prune():
+            self._close(record, "pruned", value)
+            return False
+        return True
+
+    def fail(self, record: Record, failure: Failure) -> None:
+        """Close a trial that has no result; its kind and reason stay with it."""
+        record.failure = failure
+        self._trial(record).set_user_attr("failure", {"kind": failure.kind, "reason": failure.reason})
+        self._close(record, "failed", None)
+
+    def _draw_baseline(self, name: str) -> Record | None:
+        """Begin a baseline that has no record yet."""
+        if any(record.baseline == name for record in self.records.values()):
+            return None
+        candidate, parameters = self._baseline(name)
+        if parameters is not None:
+            self._study.enqueue_trial(parameters)
+        trial = self._study.ask()
+        if parameters is not None:
+            sample(self._file.space, trial, self._facts, self._file.fixed)
+        return self._begin(trial, candidate, name)
+
+    def _baseline(self, name: str) -> tuple[Candidate, dict[str, Any] | None]:
+        """The baseline as a candidate, and the parameters by which the space yields it (None if it does not)."""
+        written = apply_overrides(load_spec(name), self._file.fixed, f"baseline {name} with fixed")
+        spec = resolve(written, self._facts, f"baseline {name}")
+        parameters = locate(self._file.space, written, self._facts, self._file.fixed, self._file.train.model_dump())
+        if parameters is None:
+            return Candidate(spec, written, {}), None
+        drawn = sample(self._file.space, optuna.trial.FixedTrial(parameters), self._facts, self._file.fixed)
+        return Candidate(spec, written, drawn.train), parameters
+
+    def _begin(self, trial: optuna.Trial, candidate: Candidate, baseline: str | None) -> Record:
+        """Write the candidate into the trial before anything is trained: a trial without one was never started."""
+        record = Record(trial.number, candidate, baseline)
+        trial.set_user_attr("baseline", baseline)
+        trial.set_user_attr("train", candidate.train)
+        trial.set_user_attr("written", candidate.written.model_dump(mode="json"))
+        trial.set_user_attr("spec", candidate.spec.model_dump(mode="json"))
+        write_text(self._folder.trial(trial.number) / SPEC_FILE, candidate.written.dump())
+        self.records[trial.number] = record
+        return record
+
+    def _feasible(self, trial: optuna.Trial) -> Candidate | None:
+        """Sample the trial's candidate; an infeasible one is told as such and gives None."""
+        try:
+            candidate = sample(self._file.space, trial, self._facts, self._file.fixed)
+            margins, reason = (
+                self._file.constraints.margins(candidate.spec),
+                self._file.constraints.reason(candidate.spec),
+            )
+        except Infeasible as error:
+            margins, reason = {"valid": 1.0}, error.reason
+        for name, margin in margins.items():
+            trial.set_constraint(name, margin)
+        if reason is None:
+            return candidate
+        self.infeasible += 1
+        trial.set_user_attr("infeasible", reason)
+        self._study.tell(trial, state=TrialState.PRUNED)
+        return None
+
+    def _tell_twin(self, trial: optuna.Trial, twin: Record) -> None:
+        trial.set_user_attr("repeat_of", twin.number)
+        values = [self._file.objective.value(m.acceptance) for m in twin.measurements]
+        for rung, value in enumerate(values):
+            trial.report(value, step=self._step(rung))
+        if twin.state == "complete":
+            self._study.tell(trial, values[-1])
+        else:
+            self._study.tell(trial, state=TrialState.PRUNED if values else TrialState.FAIL)
+
+    def _close(self, record: Record, state: State, value: float | None) -> None:
+        record.state = state
+        told = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[state]
+        values = value if state == "complete" else None
+        self._study.tell(record.number, values, state=told, skip_if_finished=True)
+
+    def _remember(self, frozen: optuna.trial.FrozenTrial) -> None:
+        attributes = frozen.user_attrs
+        self.infeasible += "infeasible" in attributes
+        if "spec" not in attributes:
+            return
+        candidate = Candidate(
+            ResolvedSpec.model_validate(attributes["spec"]),
+            DraftSpec.model_validate(attributes["written"]),
+            attributes["train"],
+        )
+        failure = Failure(**attributes["failure"]) if "failure" in attributes else None
+        record = Record(frozen.number, candidate, attributes["baseline"], _STATES[frozen.state], failure)
+        record.measurements = read_metrics(self._folder.trial(frozen.number))
+        record.repeats = list(self._repeats(frozen.number))
+        self.records[frozen.number] = record
+
+    def _repeats(self, number: int) -> Iterable[Measurement]:
+        for offset in range(1, self._file.budget.seeds):
+            yield from read_metrics(self._folder.trial(number, offset))
+
+    def _trial(self, record: Record) -> optuna.Trial:
+        """Optuna's handle on a trial of this or an earlier process."""
+        frozen = self._study.trials[record.number]
+        return optuna.Trial(self._study, frozen._trial_id)
+
+    def _step(self, rung: int) -> int:
+        """Successive halving compares at powers of its reduction factor; rung r is the r-th power."""
+        return int(self._file.budget.reduction**rung)
+
+    def _make_sampler(self, trials_so_far: int) -> optuna.samplers.BaseSampler:
+        seed = self._file.seed + trials_so_far
+        if self._file.sampler.kind == "random":
+            return optuna.samplers.RandomSampler(seed=seed)
+        startup = self._file.sampler.startup_trials
+        return optuna.samplers.TPESampler(multivariate=True, group=True, seed=seed, n_startup_trials=startup)
+
+    def _random(self, repeats: int) -> optuna.samplers.BaseSampler:
+        return optuna.samplers.RandomSampler(seed=self._file.seed + 7919 * (len(self._study.trials) + repeats))
+
+
+def require_baselines(file: SearchFile, facts: TargetFacts) -> None:
+    """Check every baseline before anything is trained.
+
+    Raises:
+        ArchspecError: a baseline does not fit the target under ``fixed``, or is the same architecture as another.
+    """
+    names: dict[str, str] = {}
+    for name in file.baselines:
+        written = apply_overrides(load_spec(name), file.fixed, f"baseline {name} with fixed")
+        hash_ = resolve(written, facts, f"baseline {name} with fixed").hash
+        if hash_ in names:
+            raise ArchspecError(f"baselines: {names[hash_]} and {name} are the same architecture; leave one out")
+        names[hash_] = name

@@ -1,0 +1,173 @@
+"""One trial is a plain function: train a draft to a rung, measure it, leave everything needed to go on."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from archspec.builder import adopt_target, build_draft
+from archspec.files import write_text
+from archspec.modules import Draft
+from archspec.resolve import ResolvedSpec
+from archspec.vocabulary import choose_vocabulary
+from archspec.weights import save_draft
+from runners.acceptance import measure_acceptance
+from runners.settings import EvalSettings, TrainSettings
+from runners.store import FeatureStore
+from runners.training import StepReport, Trainer, pick_device
+
+CHECKPOINT_SECONDS = 60.0
+METRICS_FILE, CHECKPOINT_FILE, LOG_FILE, WEIGHTS_FOLDER = "metrics.jsonl", "checkpoint.safetensors", "log.txt", "draft"
+
+
+@dataclass(frozen=True)
+class RungTask:
+    """All that one (trial, rung) needs, plain enough to be sent to another process or machine.
+
+    ``rungs`` are the budgets in tokens; the schedule runs to the last, this task to ``rungs[rung]``. ``seed`` sets the
+    draft's first weights and the order of the batches.
+    """
+
+    number: int
+    directory: Path
+    spec: ResolvedSpec
+    features: Path
+    holdout: float
+    train: TrainSettings
+    evaluate: EvalSettings
+    rungs: tuple[int, ...]
+    rung: int
+    seed: int
+
+    def at(self, rung: int) -> "RungTask":
+        """The same trial at another rung."""
+        return replace(self, rung=rung)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a draft was worth at a rung: its acceptance, and what the training took.
+
+    ``seconds`` is training time alone, ``peak_memory`` the process's peak resident bytes.
+    """
+
+    rung: int
+    tokens: int
+    seed: int
+    loss: float
+    acceptance: dict[str, Any]
+    seconds: float
+    tokens_per_second: float
+    peak_memory: int
+
+    @property
+    def length(self) -> float:
+        """Acceptance length, mean(a) + 1."""
+        return float(self.acceptance["length"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: None) -> Measurement:
+    """Train to ``task``'s rung from the trial's own checkpoint, evaluate, write metrics and weights.
+
+    May safely run twice: a rung that was measured is answered from its record.
+
+    Raises:
+        DivergedError: the loss or a gradient is not finite.
+        ArchspecError: the store does not fit the spec.
+    """
+    done = read_metrics(task.directory)
+    for measurement in done:
+        if measurement.rung == task.rung:
+            return measurement
+    _use_threads(task.train)
+    store = FeatureStore.open(task.features)
+    store.require(task.spec.inputs.aux_layers)
+    train_indices, heldout = store.split(task.holdout)
+    draft = make_draft(task.spec, store, train_indices, task.seed)
+    trainer = Trainer(draft, store, train_indices, task.train, task.seed, task.rungs[-1])
+    checkpoint = task.directory / CHECKPOINT_FILE
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    trainer.run(task.rungs[task.rung], _saving(trainer, checkpoint, on_step))
+    trainer.save(checkpoint)
+    seconds = trainer.progress.seconds - sum(m.seconds for m in done)
+    tokens = trainer.progress.tokens - sum(m.tokens for m in done[-1:])
+    device = pick_device(task.train.device)
+    acceptance = measure_acceptance(draft, store, heldout, task.evaluate, device)
+    save_draft(draft, task.directory / WEIGHTS_FOLDER)
+    measurement = Measurement(
+        rung=task.rung,
+        tokens=trainer.progress.tokens,
+        seed=task.seed,
+        loss=trainer.progress.mean_loss,
+        acceptance=acceptance.as_dict(),
+        seconds=round(seconds, 2),
+        tokens_per_second=round(tokens / max(seconds, 1e-9), 1),
+        peak_memory=peak_memory(device),
+    )
+    write_metrics(task.directory, [*done, measurement])
+    return measurement
+
+
+def make_draft(spec: ResolvedSpec, store: FeatureStore, train_indices: Iterable[int], seed: int) -> Draft:
+    """An untrained draft with the target's tensors; its vocabulary is chosen from the training documents alone."""
+    torch.manual_seed(seed)
+    draft = build_draft(spec)
+    weights = store.weights()
+    vocab_ids: Tensor | None = None
+    if spec.reduced_vocab:
+        counts = store.count_tokens(train_indices)
+        vocab_ids = choose_vocabulary(counts, spec.head.vocab_size, frozenset(store.manifest.eos_token_ids))
+    adopt_target(draft, weights, vocab_ids)
+    return draft
+
+
+def read_metrics(directory: Path) -> list[Measurement]:
+    """The rungs measured so far, in order; empty if there are none."""
+    path = directory / METRICS_FILE
+    if not path.exists():
+        return []
+    return [Measurement(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_metrics(directory: Path, measurements: list[Measurement]) -> None:
+    """Write the rungs measured so far."""
+    write_text(directory / METRICS_FILE, "".join(json.dumps(asdict(m)) + "\n" for m in measurements))
+
+
+def _saving(trainer: Trainer, checkpoint: Path, on_step: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
+    """``on_step`` with a checkpoint before it now and then."""
+    saved = time.monotonic()
+
+    def step(report: StepReport) -> None:
+        nonlocal saved
+        if time.monotonic() - saved > CHECKPOINT_SECONDS:
+            trainer.save(checkpoint)
+            saved = time.monotonic()
+        on_step(report)
+
+    return step
+
+
+def peak_memory(device: str) -> int:
+    """Peak bytes so far: of the CUDA allocator on CUDA, else of this process's resident set."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _use_threads(settings: TrainSettings) -> None:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)

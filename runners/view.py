@@ -1,0 +1,227 @@
+"""How a search looks: one table for the live display, for ``status`` and for the end. It does not import torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+BAR_WIDTH = 8
+NARROW = 105
+OTHER_WIDTH = {False: 90, True: 76}  # what the columns beside the draft's name need
+PROXY = "proxy: the text was not written by the target, so acceptance is only an indication"
+
+
+Column = tuple[Literal["left", "right"], "Callable[[Row], str | Text]"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A task in flight: ``tokens`` of ``goal`` are trained. ``seed_offset`` is 0 for the search's own seed."""
+
+    trial: int
+    seed_offset: int
+    rung: int
+    tokens: int
+    goal: int
+    tokens_per_second: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture as a leaderboard row tells it, with what it is doing now."""
+
+    rank: int | None
+    trial: int
+    name: str
+    baseline: bool
+    state: str
+    rungs: int
+    tokens: int
+    length: float | None
+    low: float | None
+    high: float | None
+    seeds: int
+    params: int
+    tokens_per_second: float | None
+    failure: str
+    running: Running | None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], running: Running | None) -> Self:
+        """From a row of ``leaderboard.csv``, whose values may be text."""
+        return cls(
+            rank=int(row["rank"]) if row["rank"] else None,
+            trial=int(row["trial"]),
+            name=row["name"],
+            baseline=str(row["baseline"]) == "True",
+            state=row["state"],
+            rungs=int(row["rungs"]),
+            tokens=int(row["train_tokens"]),
+            length=_number(row["acceptance_length"]),
+            low=_number(row["low"]),
+            high=_number(row["high"]),
+            seeds=int(row["seeds"]),
+            params=int(row["params"]),
+            tokens_per_second=_number(row["tokens_per_second"]),
+            failure=row["failure"],
+            running=running,
+        )
+
+
+@dataclass(frozen=True)
+class View:
+    """A search at one moment. ``left`` are estimated seconds; ``note`` says what is not to be seen in the rows."""
+
+    title: str
+    rows: tuple[Row, ...]
+    trials: int
+    rungs: tuple[int, ...]
+    confidence: float
+    proxy: bool
+    elapsed: float | None = None
+    left: float | None = None
+    note: str = ""
+
+    @property
+    def ended(self) -> int:
+        """Trials that are over."""
+        return sum(row.state != "running" for row in self.rows)
+
+    @property
+    def best(self) -> Row | None:
+        """The first of those that came to the end, else the best at the highest rung that any has reached."""
+        ranked = [row for row in self.rows if row.rank == 1]
+        measured = [row for row in self.rows if row.length is not None]
+        return ranked[0] if ranked else max(measured, key=lambda row: (row.rungs, row.length), default=None)
+
+
+def render(view: View, width: int, height: int | None = None) -> RenderableType:
+    """Header and table, ``width`` columns wide; at most ``height`` lines, the least interesting rows left out."""
+    rows = sorted(view.rows, key=lambda row: (row.running is None, row.rank is None))
+    room = len(rows) if height is None else max(3, height - 8 - view.proxy - bool(view.note))
+    hidden = len(rows) - room
+    parts: list[RenderableType] = [header(view), *([table(view, rows[:room], width)] if rows else [])]
+    if hidden > 0:
+        parts.append(Text(f"  … and {hidden} more in leaderboard.csv", style="dim"))
+    return Group(*parts)
+
+
+def header(view: View) -> Text:
+    """What is searched, how far it is, and the best so far."""
+    line = Text.assemble((view.title, "bold"), ("  ·  ", "dim"), f"{view.ended} of {view.trials} trials")
+    if view.elapsed is not None:
+        line.append("  ·  ", "dim").append(f"{clock(view.elapsed)} elapsed")
+    if view.left is not None:
+        line.append("  ·  ", "dim").append(f"about {clock(view.left)} left")
+    best = view.best
+    if best is not None:
+        line.append("\nbest so far  " if view.ended < view.trials else "\nbest  ", "dim").append(
+            best.name, "bold green"
+        ).append(f"  {_measure(best)}")
+    if view.note:
+        line.append(f"\n{view.note}", "yellow")
+    if view.proxy:
+        line.append(f"\n{PROXY}", "yellow")
+    return line.append("\n")
+
+
+def table(view: View, rows: Sequence[Row], width: int) -> Table:
+    """One row for each architecture; narrow terminals lose the columns that matter least."""
+    columns: dict[str, Column] = {
+        "#": ("right", lambda row: str(row.rank or "")),
+        "trial": ("right", lambda row: str(row.trial)),
+        "draft": ("left", lambda row: row.name),
+        "state": ("left", lambda row: _state(view, row)),
+        "tokens": ("right", _tokens),
+        "length (proxy)" if view.proxy else "length": (
+            "right",
+            lambda row: "" if row.length is None else f"{row.length:.4f}",
+        ),
+        f"{view.confidence:.0%} interval": ("left", lambda row: interval(row.low, row.high)),
+        "seeds": ("right", lambda row: str(row.seeds or "")),
+        "params": ("right", lambda row: count(row.params)),
+        "tok/s": ("right", _speed),
+    }
+    dropped = {"seeds"} if all(row.seeds <= 1 for row in rows) else set()
+    dropped |= {"tok/s", "params"} if width < NARROW else set()
+    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    kept = {name: column for name, column in columns.items() if name not in dropped}
+    for name, (justify, _) in kept.items():
+        room = max(16, width - OTHER_WIDTH[width < NARROW] - 8 * view.proxy) if name == "draft" else None
+        shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=room)
+    for row in rows:
+        shown.add_row(*(cell(row) for _, cell in kept.values()), style=_style(row))
+    return shown
+
+
+def _tokens(row: Row) -> str:
+    running = row.running
+    return f"{running.tokens if running and not running.seed_offset else row.tokens:,}"
+
+
+def _speed(row: Row) -> str:
+    speed = (row.running.tokens_per_second if row.running else None) or row.tokens_per_second
+    return f"{speed:,.0f}" if speed else ""
+
+
+def _state(view: View, row: Row) -> Text:
+    total, running = len(view.rungs), row.running
+    if running is not None:
+        what = f"seed {running.seed_offset + 1}" if running.seed_offset else f"rung {running.rung + 1}/{total}"
+        return Text.assemble((f"{what} ", "cyan"), bar(running.tokens / running.goal))
+    match row.state:
+        case "complete":
+            return Text("done", style="green")
+        case "pruned":
+            return Text(f"stopped {row.rungs}/{total}")
+        case "failed":
+            return Text(f"failed: {row.failure.split(':')[0]}", style="red")
+        case _:
+            return Text(f"waiting {row.rungs}/{total}", style="cyan")
+
+
+def _style(row: Row) -> str:
+    if row.rank == 1:
+        return "bold"
+    return "dim" if row.state == "pruned" else ""
+
+
+def bar(share: float) -> Text:
+    """A bar that is filled to ``share`` of it."""
+    filled = round(max(0.0, min(1.0, share)) * BAR_WIDTH)
+    return Text.assemble(("━" * filled, "cyan"), ("─" * (BAR_WIDTH - filled), "bright_black"))
+
+
+def interval(low: float | None, high: float | None) -> str:
+    """``[1.2801, 1.3442]``, or nothing."""
+    return "" if low is None or high is None else f"[{low:.4f}, {high:.4f}]"
+
+
+def _measure(row: Row) -> str:
+    return f"{row.length:.4f} {interval(row.low, row.high)}"
+
+
+def clock(seconds: float) -> str:
+    """``4:07`` or ``1:02:33``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: int) -> str:
+    """``21.3M`` for 21,312,000."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _number(value: Any) -> float | None:
+    return None if value in ("", None) else float(value)

@@ -1,0 +1,142 @@
+"""Two targets, random specs from the whole schema for the smaller one, and the settings of the property tests.
+
+Combinations are built so that they keep the schema's rules, rather than drawn and thrown away: each branch below names
+the rule that it keeps. ``HYPOTHESIS_PROFILE=thorough`` draws twenty times as many, anew each time.
+"""
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from archspec.facts import TargetFacts
+from archspec.spec import DraftSpec
+
+_SLOW_FIRST_DRAW = [HealthCheck.too_slow]
+settings.register_profile(
+    "quick", max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=_SLOW_FIRST_DRAW
+)
+settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=_SLOW_FIRST_DRAW)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+TOY = TargetFacts(
+    model_type="toy",
+    hidden_size=16,
+    num_layers=8,
+    vocab_size=48,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+)
+
+SMOLLM2 = TargetFacts(
+    model_type="llama",
+    hidden_size=576,
+    num_layers=30,
+    vocab_size=49152,
+    heads=9,
+    kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    rope_theta=100_000,
+    norm_eps=1e-5,
+)
+
+# PyYAML folds the line breaks of YAML 1.1 (next line, line and paragraph separator) even inside quotes.
+PRINTABLE = st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"])
+# A name is one printable line: of all spaces only the plain one counts as printable, and a name is more than that.
+_NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]) | st.just(" "), min_size=1, max_size=8)
+
+_AUX_WORDS = {2: "low", 4: "middle", 5: "high", 8: "last"}  # what the words stand for in a target of 8 layers
+
+
+@st.composite
+def draft_specs(draw: st.DrawFn) -> DraftSpec:
+    """A valid spec for ``TOY``, every field of the schema drawn."""
+    hidden_size = draw(st.sampled_from(["target", TOY.hidden_size, 8, 10, 24]))
+    copies = hidden_size in ("target", TOY.hidden_size)  # only then do the target's tensors fit
+    head_norm = draw(st.sampled_from(["own", "none"]))
+    return DraftSpec.model_validate(
+        {
+            "name": draw(_NAMES.filter(str.strip)),
+            "inputs": draw(_inputs(copies)),
+            "hidden_size": hidden_size,
+            "embedding": draw(st.sampled_from(["frozen", "trained"])) if copies else "trained",
+            "layers": draw(_stacks()),
+            "feedback": draw(st.sampled_from(["pre_norm", "post_norm"])) if head_norm == "own" else "pre_norm",
+            "head": {
+                "vocab_size": draw(st.sampled_from(["full", TOY.vocab_size]) | st.integers(1, TOY.vocab_size - 1)),
+                "weights": draw(st.sampled_from(["own", "target"])) if copies else "own",
+                "norm": head_norm,
+            },
+            "rope_theta": draw(st.sampled_from(["target", 100, 1e6])),
+            "norm_eps": draw(st.sampled_from(["target", 1e-6])),
+        }
+    )
+
+
+@st.composite
+def _inputs(draw: st.DrawFn, copies: bool) -> dict[str, Any]:
+    norm = draw(st.sampled_from(["none", "joint", "each", "target"]))
+    projection = draw(st.sampled_from(["linear", "none"])) if copies else "linear"
+    if norm == "target":
+        ids = [TOY.num_layers]
+    else:
+        most = 4 if projection == "linear" else 1
+        ids = sorted(draw(st.sets(st.integers(0, TOY.num_layers), min_size=1, max_size=most)))
+    words = draw(st.booleans())
+    return {
+        "aux_layers": [_AUX_WORDS.get(layer, layer) if words else layer for layer in ids],
+        "norm": norm,
+        "projection": projection,
+        "bias": draw(st.booleans()),
+    }
+
+
+@st.composite
+def _stacks(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """One to three layers, of which at least one reads the embedding."""
+    count = draw(st.integers(1, 3))
+    reader = draw(st.integers(0, count - 1))
+    return [draw(_layers(fuses=index == reader)) for index in range(count)]
+
+
+@st.composite
+def _layers(draw: st.DrawFn, fuses: bool) -> dict[str, Any]:
+    attention = draw(st.just("none") | _attentions())
+    attends = isinstance(attention, dict)
+    fusions = ["concat", "project", "add"] if attends else ["project"]
+    fusion = draw(st.sampled_from(fusions if fuses else ["none", *fusions]))
+    normed = isinstance(attention, dict) and attention["norm"] == "own"
+    return {
+        "repeat": draw(st.integers(1, 2)),
+        "fusion": fusion,
+        "fusion_bias": draw(st.booleans()) if fusion in ("project", "add") else False,
+        "stream": draw(st.sampled_from(["h", "2h"])),
+        "residual_from": draw(st.sampled_from(["raw", "normed"])) if normed else "raw",
+        "attention": attention,
+        "mlp": {
+            "depth": draw(st.integers(0 if attends else 1, 3)),
+            "intermediate_size": draw(st.sampled_from(["target", 3, 7])),
+            "residual": draw(st.booleans()),
+            "norm": draw(st.sampled_from(["own", "shared"])),
+        },
+    }
+
+
+@st.composite
+def _attentions(draw: st.DrawFn) -> dict[str, Any]:
+    heads: Any = draw(st.sampled_from(["target", 1, 2, 3, 6]))
+    count: int = TOY.heads if heads == "target" else heads
+    fits: list[Any] = [kv_heads for kv_heads in range(1, count + 1) if count % kv_heads == 0]
+    return {
+        "heads": heads,
+        "kv_heads": draw(st.sampled_from(["target", *fits] if count % TOY.kv_heads == 0 else fits)),
+        "head_dim": draw(st.sampled_from(["target", 2, 6])),
+        "qk_norm": draw(st.booleans()),
+        "bias": draw(st.booleans()),
+        "window": draw(st.none() | st.integers(2, 5)),
+        "norm": draw(st.sampled_from(["own", "none"])),
+    }

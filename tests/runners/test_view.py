@@ -1,0 +1,135 @@
+"""The table of a search, read as the text that a terminal shows."""
+
+import json
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from runners.status import PROGRESS_FILE, SILENT_SECONDS, read_status
+from runners.view import Row, Running, View, clock, count, render
+
+
+def row(trial: int, name: str, state: str = "complete", **values: object) -> Row:
+    told = {
+        "rank": "",
+        "baseline": "False",
+        "rungs": 3,
+        "train_tokens": 180_002,
+        "acceptance_length": 1.3,
+        "low": 1.28,
+        "high": 1.32,
+        "seeds": 1,
+        "params": 21_312_000,
+        "tokens_per_second": 412.0,
+        "failure": "",
+    }
+    running = values.pop("running", None)
+    assert running is None or isinstance(running, Running)
+    return Row.of(told | {"trial": trial, "name": name, "state": state} | values, running)
+
+
+ROWS = (
+    row(4, "d2-none", rank=1),
+    row(0, "eagle3", rank=2, acceptance_length=1.25),
+    row(2, "d1-project", "pruned", rungs=1, train_tokens=20_000, acceptance_length=1.1),
+    row(3, "d3-add", "failed", rungs=0, acceptance_length="", low="", high="", seeds=0, failure="diverged: loss nan"),
+    row(6, "d3-a-name-that-is-far-too-long-for-its-column", "running", running=Running(6, 0, 1, 30_000, 60_000, 251.0)),
+)
+
+
+def view(proxy: bool = False, rows: tuple[Row, ...] = ROWS) -> View:
+    return View("runs/x", rows, 24, (20_000, 60_000, 180_000), 0.95, proxy, elapsed=1234, left=5000)
+
+
+def text(shown: RenderableType, width: int) -> list[str]:
+    console = Console(width=width, force_terminal=True, color_system=None, markup=False, record=True, file=StringIO())
+    console.print(shown)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_header_tells_how_far_the_search_is() -> None:
+    first, second, *_ = text(render(view(), 120), 120)
+    assert first == "runs/x  ·  4 of 24 trials  ·  20:34 elapsed  ·  about 1:23:20 left"
+    assert second == "best so far  d2-none  1.3000 [1.2800, 1.3200]"
+
+
+def test_every_row_is_one_line_with_what_runs_first() -> None:
+    lines = text(render(view(), 120), 120)[3:]
+    assert lines[0].split() == [
+        "#",
+        "trial",
+        "draft",
+        "state",
+        "tokens",
+        "length",
+        "95%",
+        "interval",
+        "params",
+        "tok/s",
+    ]
+    assert "rung 2/3 ━━━━────" in lines[1]
+    assert "…" in lines[1]
+    assert lines[2].split()[:4] == ["1", "4", "d2-none", "done"]
+    assert "stopped 1/3" in lines[4]
+    assert "failed: diverged" in lines[5]
+    assert len(lines) == 6
+    assert max(map(len, lines)) <= 120
+
+
+def test_narrow_terminals_lose_columns_and_short_ones_rows() -> None:
+    lines = text(render(view(), 90, height=11), 90)
+    assert "params" not in lines[3]
+    assert max(map(len, lines)) <= 90
+    assert lines[-1] == "  … and 2 more in leaderboard.csv"
+
+
+def test_foreign_text_is_called_a_proxy() -> None:
+    lines = text(render(view(proxy=True), 120), 120)
+    assert lines[2].startswith("proxy: the text was not written by the target")
+    assert "length (proxy)" in lines[4]
+
+
+def test_before_the_first_measurement_nothing_is_best() -> None:
+    new = row(
+        0,
+        "eagle3",
+        "running",
+        rungs=0,
+        acceptance_length="",
+        low="",
+        high="",
+        running=Running(0, 0, 0, 0, 20_000, None),
+    )
+    lines = text(render(view(rows=(new,)), 120), 120)
+    assert not any("best" in line for line in lines)
+    assert "rung 1/3 ────────" in lines[3]
+
+
+def test_numbers_for_people() -> None:
+    assert [clock(7), clock(247.4), clock(3753)] == ["0:07", "4:07", "1:02:33"]
+    assert [count(512), count(18_560), count(21_312_000), count(1_200_000_000)] == ["512", "18.6k", "21.3M", "1.2B"]
+
+
+@pytest.mark.parametrize(
+    ("progress", "state", "note"),
+    [
+        (None, "new", "no trial has begun yet"),
+        ({"updated": time.time(), "ended": None}, "running", ""),
+        ({"updated": time.time() - 2 * SILENT_SECONDS, "ended": None}, "silent", "no sign of the search for 4:"),
+        ({"updated": time.time() - 60, "ended": "stopped"}, "stopped", "go on with: archspec search --resume --out"),
+        ({"updated": time.time(), "ended": "finished"}, "finished", ""),
+    ],
+)
+def test_status_tells_a_live_search_from_a_dead_one(
+    tmp_path: Path, progress: dict[str, object] | None, state: str, note: str
+) -> None:
+    search = "target: {model: m}\ndata: {conversations: [t.jsonl]}\nfeatures: f\nspace: norms\n"
+    (tmp_path / "search.yaml").write_text(f"{search}budget: {{trials: 1, rungs: [9]}}\n")
+    if progress is not None:
+        (tmp_path / PROGRESS_FILE).write_text(json.dumps({"running": [], "elapsed": 1.0, "left": None} | progress))
+    seen, data = read_status(tmp_path)
+    assert data["state"] == state
+    assert note in seen.note
