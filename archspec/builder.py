@@ -159,6 +159,8 @@ def _pass_through_last_layer(draft: Draft) -> None:
     if isinstance(fc, nn.Linear):
         fc.weight.zero_()
         fc.weight[:, -fc.weight.shape[0] :].fill_diagonal_(1.0)
+        if fc.bias is not None:
+            fc.bias.zero_()
 
 
 def set_vocabulary(draft: Draft, vocab_ids: Tensor | None) -> None:
@@ -172,9 +174,9 @@ def set_vocabulary(draft: Draft, vocab_ids: Tensor | None) -> None:
         raise ArchspecError(
             f"a draft vocabulary of {size} of {target_size} tokens needs token counts to choose them by"
         )
-    inside = len(vocab_ids) == size and int(vocab_ids.min()) >= 0 and int(vocab_ids.max()) < target_size
-    if not inside or bool((vocab_ids.diff() <= 0).any()):
-        got = f"{len(vocab_ids)} ids from {int(vocab_ids.min())} to {int(vocab_ids.max())}"
+    low, high = (int(vocab_ids.min()), int(vocab_ids.max())) if len(vocab_ids) else (-1, -1)
+    if len(vocab_ids) != size or low < 0 or high >= target_size or bool((vocab_ids.diff() <= 0).any()):
+        got = f"{len(vocab_ids)} ids from {low} to {high}"
         raise ArchspecError(f"the draft vocabulary must be {size} rising token ids below {target_size}, but got {got}")
     assert draft.d2t is not None
     assert draft.t2d is not None
