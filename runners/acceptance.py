@@ -14,8 +14,9 @@ the chain is deterministic and the pass walks the very cycles that an engine run
 a proxy, which ``Acceptance.own_text`` tells.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,15 @@ from archspec.errors import ArchspecError
 from archspec.modules import Draft
 from archspec.unroll import unroll
 from runners.batches import Batch, length_batches, read_batch
+from runners.onednn import onednn_linears
 from runners.settings import EvalSettings
 from runners.store import FeatureStore
 from runners.teacher import Teacher
 
 Floats = NDArray[np.float64]
+Chance = Callable[[Draft, Tensor, Tensor, Tensor], Tensor]
+
+_HEAD_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -129,18 +134,19 @@ def acceptance_chances(
     lies beyond the response has chance 0: nothing is accepted there.
     """
     draft = draft.to(device).eval()
-    vocab_ids = draft.vocab_ids if draft.spec.reduced_vocab else None
     temperature = 1.0 if store.manifest.temperature is None else store.manifest.temperature
     sampled = settings.draft == "sampled" and temperature > 0  # at temperature 0 there is nothing to sample
     teacher = Teacher(store.weights(), None, device) if sampled else None
+    chance: Chance = _greedy_chance
+    if sampled:
+        chance = partial(_sampled_chance, temperature=temperature, vocab_ids=draft.vocab_ids)
     lengths = {index: store.documents[index].length for index in indices}
     result: list[tuple[int, Floats]] = []
     for documents in length_batches(lengths, settings.batch_tokens):
         batch = read_batch(store, documents, draft.spec.inputs.aux_layers, device)
-        if teacher is None:
-            rows = _match_greedy(draft, batch, settings.draft_length)
-        else:
-            rows = _chance_sampled(draft, batch, settings.draft_length, vocab_ids, teacher, temperature)
+        p_BT = _target_probabilities(batch, teacher, temperature) if teacher else torch.ones_like(batch.last[..., 0])
+        with onednn_linears(draft):
+            rows = _chances(draft, batch, settings.draft_length, chance, p_BT)
         chances = rows.cpu().numpy().astype(np.float64)
         for row, index in enumerate(batch.documents):
             for first, end in spans(batch.response_mask[row]):
@@ -181,63 +187,46 @@ def _inside(chances_Rk: Floats, length: int) -> Floats:
     return np.where(token < length, chances_Rk, 0.0)
 
 
-def _match_greedy(draft: Draft, batch: Batch, k: int) -> Tensor:
-    """[B, T, k]: 1 where the draft's argmax at row t, step s is x_{t+2+s}."""
-    matches = []
-    for step, state in enumerate(unroll(draft, batch.next_tokens, batch.aux, k)):
-        proposed = draft.target_ids(_argmax(draft, state))
-        matches.append(proposed == _shift(batch.tokens, step + 2))
-    return torch.stack(matches, dim=-1)
+def _chances(draft: Draft, batch: Batch, k: int, chance: Chance, p_BT: Tensor) -> Tensor:
+    """[B, T, k]: the chance of token x_{t+2+s} at row t, step s; 0 where that is no response token.
 
-
-def _argmax(draft: Draft, state_BTh: Tensor, chunk: int = 1024) -> Tensor:
-    """Draft ids [B, T] of the highest logits, a chunk of rows at a time."""
-    flat = state_BTh.flatten(0, 1)
-    parts = [draft.logits(flat[at : at + chunk]).argmax(-1) for at in range(0, len(flat), chunk)]
-    return torch.cat(parts).view(state_BTh.shape[:2])
-
-
-def _chance_sampled(
-    draft: Draft,
-    batch: Batch,
-    k: int,
-    vocab_ids: Tensor | None,
-    teacher: Teacher,
-    temperature: float,
-    chunk: int = 512,
-) -> Tensor:
-    """[B, T, k]: min(1, q(x) / p(x)) of token x_{t+2+s} at row t, step s."""
-    flat, ids = batch.last.flatten(0, 1), batch.next_tokens.flatten()
-    parts = [
-        teacher.log_probs(flat[at : at + chunk], temperature).gather(-1, ids[at : at + chunk, None])
-        for at in range(0, len(flat), chunk)
-    ]
-    p = torch.cat(parts).view(batch.tokens.shape).exp()  # p[t] is the probability of x_{t+1} given the text up to t
+    ``p`` holds the target's probability of x_{t+1} at t. Only rows that count reach the head, a thousand at a time.
+    """
     chances = []
-    for step, state in enumerate(unroll(draft, batch.next_tokens, batch.aux, k)):
-        wanted = _shift(batch.tokens, step + 2).flatten()
-        flat = state.flatten(0, 1)
-        q = torch.cat(
-            [
-                _probability(draft, flat[at : at + chunk], wanted[at : at + chunk], vocab_ids, temperature)
-                for at in range(0, len(flat), chunk)
-            ]
-        )
-        chances.append((q.view_as(p) / _shift(p, step + 1).clamp_min(1e-30)).clamp_max(1.0))
+    for step, state_BTh in enumerate(unroll(draft, batch.next_tokens, batch.aux, k)):
+        wanted, p = _shift(batch.tokens, step + 2).flatten(), _shift(p_BT, step + 1).flatten()
+        counted = _shift(batch.response_mask, step + 2).flatten().nonzero().squeeze(-1)
+        flat, out = state_BTh.flatten(0, 1), torch.zeros(len(wanted), device=wanted.device)
+        for part in torch.split(counted, _HEAD_ROWS):
+            out[part] = chance(draft, flat[part], wanted[part], p[part])
+        chances.append(out.view(batch.tokens.shape))
     return torch.stack(chances, dim=-1)
 
 
-def _probability(
-    draft: Draft, rows_PH: Tensor, wanted_P: Tensor, vocab_ids: Tensor | None, temperature: float
+def _greedy_chance(draft: Draft, rows_Ph: Tensor, wanted_P: Tensor, p_P: Tensor) -> Tensor:
+    """1 where the draft's argmax is the wanted target id, else 0."""
+    return (draft.target_ids(draft.logits(rows_Ph).argmax(-1)) == wanted_P).to(p_P.dtype)
+
+
+def _sampled_chance(
+    draft: Draft, rows_Ph: Tensor, wanted_P: Tensor, p_P: Tensor, *, temperature: float, vocab_ids: Tensor
 ) -> Tensor:
-    """The draft's probability of target ids [P] at these rows; 0 for tokens outside its vocabulary."""
-    logits = draft.logits(rows_PH).float() / temperature
-    if vocab_ids is None:
-        at, inside = wanted_P, torch.ones_like(wanted_P, dtype=torch.bool)
-    else:
-        at = torch.searchsorted(vocab_ids, wanted_P).clamp_max(len(vocab_ids) - 1)
-        inside = vocab_ids[at] == wanted_P
-    return torch.where(inside, logits.log_softmax(-1).gather(-1, at[:, None]).squeeze(-1).exp(), 0.0)
+    """min(1, q / p) with q the draft's probability of the wanted id, 0 for tokens outside its vocabulary."""
+    log_q_PV = (draft.logits(rows_Ph).float() / temperature).log_softmax(-1)
+    at = torch.searchsorted(vocab_ids, wanted_P).clamp_max(len(vocab_ids) - 1)
+    q_P = log_q_PV.gather(-1, at[:, None]).squeeze(-1).exp()
+    return torch.where(vocab_ids[at] == wanted_P, q_P / p_P.clamp_min(1e-30), 0.0).clamp_max(1.0)
+
+
+def _target_probabilities(batch: Batch, teacher: Teacher, temperature: float) -> Tensor:
+    """[B, T]: the target's probability of x_{t+1} given the text up to t, where that is a response token."""
+    flat, ids = batch.last.flatten(0, 1), batch.next_tokens.flatten()
+    p = torch.ones(len(ids), device=ids.device)
+    counted = _shift(batch.response_mask, 1).flatten().nonzero().squeeze(-1)
+    for part in torch.split(counted, _HEAD_ROWS):
+        log_p_PV = teacher.log_probs(flat[part], temperature)
+        p[part] = log_p_PV.gather(-1, ids[part, None]).squeeze(-1).exp()
+    return p.view(batch.tokens.shape)
 
 
 def _shift(values_BT: Tensor, by: int) -> Tensor:

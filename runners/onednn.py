@@ -6,19 +6,36 @@ oneDNN; states agree to 3e-5 of their size. Inference only: the operator has no 
 """
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 
-def use_onednn(model: nn.Module) -> bool:
-    """Route the fp32 linear layers of a frozen CPU model through oneDNN; returns whether that was possible."""
+def use_onednn(model: nn.Module) -> list[nn.Linear]:
+    """Route the fp32 linear layers of a CPU model through oneDNN for good; returns those that were changed."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
-    return True
+        return []
+    changed = [module for module in model.modules() if type(module) is nn.Linear and _suits(module.weight)]
+    for module in changed:
+        module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+    return changed
+
+
+@contextmanager
+def onednn_linears(model: nn.Module) -> Iterator[None]:
+    """As ``use_onednn``, for the duration of a ``with`` block."""
+    changed = use_onednn(model)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _suits(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:

@@ -9,9 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from archspec.attention import ChainCache
 from archspec.builder import adopt_target, build_draft
 from archspec.modules import Draft
+from archspec.unroll import unroll
 from runners.acceptance import acceptance_chances, count_cycles
+from runners.batches import read_batch
 from runners.capture import capture
 from runners.chat import prompt_tokens
 from runners.conversations import Conversation, Generation
@@ -86,6 +89,23 @@ def test_the_evaluator_counts_the_cycles_of_the_loop_one_by_one(
     assert 0 < sum(everything_accepted) < K * len(everything_accepted)
 
 
+def test_a_chain_of_cached_steps_has_the_states_of_the_unrolled_forward(tiny_store: FeatureStore, draft: Draft) -> None:
+    """Numbers, where acceptance sees only which is the largest: positions, windows and caches, at every start row."""
+    batch = read_batch(tiny_store, [0], draft.spec.inputs.aux_layers, "cpu")
+    next_tokens = batch.next_tokens
+    with torch.no_grad():
+        wanted = list(unroll(draft, next_tokens, batch.aux, K))
+        first = draft.project(batch.aux)
+        for row in range(0, next_tokens.shape[1] - K, 5):
+            rows, cache = slice(0, row + 1), ChainCache()
+            state = draft(next_tokens[:, rows], first[:, rows], torch.arange(row + 1)[None], cache)[:, -1:]
+            torch.testing.assert_close(state[:, 0], wanted[0][:, row])
+            for step in range(1, K):
+                token, position = next_tokens[:, row + step, None], torch.tensor([[row + step]])
+                state = draft(token, draft.feed_back(state), position, cache)
+                torch.testing.assert_close(state[:, 0], wanted[step][:, row], rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def simple(tiny_store: FeatureStore) -> Draft:
     return trained_draft(tiny_store, tiny_spec(tiny_store.facts))
@@ -104,6 +124,24 @@ def test_greedy_speculation_writes_what_plain_decoding_writes(
         assert len(decoded.tokens) <= new_tokens
         won = 1 + len(decoded.accepted) + sum(decoded.accepted)
         assert len(decoded.tokens) <= won <= len(decoded.tokens) + 1  # the last bonus token may have been cut
+
+
+def test_tokens_that_are_cut_off_do_not_count_as_accepted(
+    target: Target, own_text: list[Conversation], simple: Draft
+) -> None:
+    """Stop one token into a chain of which two or more were accepted."""
+    cut = 0
+    for one in own_text:
+        prompt = prompt_tokens(one, target.tokenizer)
+        full = decode_speculative(target, simple, prompt, NEW_TOKENS, K)
+        start = 1
+        for cycle, a in enumerate(full.accepted):
+            if a >= 2 and cut < 5:
+                cut += 1
+                decoded = decode_speculative(target, simple, prompt, start + 1, K)
+                assert decoded == Decoded(full.tokens[: start + 1], [*full.accepted[:cycle], 1])
+            start += a + 1
+    assert cut > 0
 
 
 def test_plain_decoding_writes_what_generation_writes(target: Target, own_text: list[Conversation]) -> None:

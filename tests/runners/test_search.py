@@ -174,6 +174,15 @@ def test_too_many_failures_in_a_row_end_the_search(run: Callable[..., Search], t
     assert len(mended.study.records) == 8
 
 
+def test_a_success_between_failures_starts_the_count_anew(run: Callable[..., Search], tiny_store: FeatureStore) -> None:
+    def every_second(task: RungTask) -> Any:
+        return Failure("diverged", "loss nan") if task.number % 2 else by_formula(task)
+
+    search = run(every_second, search_file(tiny_store, {"max_failures_in_a_row": 2}))
+    search.execute()
+    assert kinds(search)["failed"] >= 3
+
+
 def test_a_search_without_any_result_says_why(run: Callable[..., Search], tiny_store: FeatureStore) -> None:
     search = run(lambda task: Failure("error", "disk full"), search_file(tiny_store, {"trials": 2}))
     with pytest.raises(ArchspecError, match="run: no trial reached the last rung; failures: disk full"):

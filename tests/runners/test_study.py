@@ -176,7 +176,8 @@ def test_rungs_stop_the_weak_by_recorded_values_and_never_a_baseline(tiny_store:
     one = study(tiny_store, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     for record in (draw(one), draw(one)):  # the baselines, weak as they are
-        assert [tell(one, record, folder, tiny_store, rung, 1.01) for rung in range(3)] == [True, True, False]
+        weaker = 1.1 - 0.05 * record.number
+        assert [tell(one, record, folder, tiny_store, rung, weaker) for rung in range(3)] == [True, True, False]
         assert record.state == "complete"
     strong = draw(one)
     assert tell(one, strong, folder, tiny_store, 0, 1.5)
