@@ -273,7 +273,9 @@ def evaluate(
     target: TargetOption = None,
     draft_length: LengthOption = 4,
     sampled: Annotated[bool, typer.Option("--sampled", help="The draft samples instead of taking its argmax.")] = False,
-    holdout: HoldoutOption = 0.1,
+    holdout: Annotated[
+        float | None, typer.Option(help="Share of conversations to measure on; by default those held out in training.")
+    ] = None,
     decode: Annotated[int, typer.Option(min=0, help="Also decode so many held-out conversations for real.")] = 0,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -286,7 +288,7 @@ def evaluate(
     from runners.training import pick_device
 
     store = FeatureStore.open(features)
-    loaded, (_, heldout) = single.open_draft(draft, store), store.split(holdout)
+    loaded, heldout = single.open_draft(draft, store), single.heldout(draft, store, holdout)
     settings = EvalSettings(draft_length=draft_length, draft="sampled" if sampled else "greedy")
     record = measure_acceptance(loaded, store, heldout, settings, pick_device(device)).as_dict()
     check = None

@@ -151,8 +151,14 @@ def resolve(spec: DraftSpec, target: TargetFacts, source: str | Document | None 
 
 
 def canonical(spec: ResolvedSpec) -> dict[str, Any]:
-    """The spec's data without its name and with fields that change nothing at their defaults."""
-    data = spec.model_dump(mode="json", exclude={"name"})
+    """The spec's data without its name and with fields that change nothing at their defaults.
+
+    Of the target only what shapes the draft is kept, so that the same draft has one hash for two context lengths.
+    """
+    data = spec.model_dump(mode="json", exclude={"name", "target"})
+    data["target"] = {name: getattr(spec.target, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+    if spec.inputs.norm == "target":
+        data["target"]["norm_eps"] = spec.target.norm_eps
     if data["inputs"]["norm"] == "joint" and len(spec.inputs.aux_layers) == 1:
         data["inputs"]["norm"] = "each"
     if spec.inputs.projection == "none":

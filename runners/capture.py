@@ -29,7 +29,7 @@ from runners.store import (
 )
 from runners.target import DTYPES, Target
 
-STORE_DTYPES = ("float32", "bfloat16", "float16")
+STORE_DTYPES = ("float32", "bfloat16")
 _HEAD_ROOM_BYTES = 64 << 20
 _HEAD_ROOM_SHARE = 0.05
 _CHECKED_POSITIONS = 64
@@ -61,10 +61,10 @@ def capture(
     conversations: Sequence[Conversation],
     layer_ids: Sequence[int],
     out: Path,
-    dtype: str = "bfloat16",
-    max_length: int = 2048,
+    dtype: str = "float32",
+    max_length: int = 1024,
     batch_tokens: int = 4096,
-    shard_tokens: int = 16384,
+    shard_tokens: int = 65536,
     on_progress: Progress | None = None,
     report: Report | None = None,
     sources: Sequence[str] = (),

@@ -188,7 +188,8 @@ def _row(search: Search, record: Record, rank: int | None) -> dict[str, Any]:
         "data": search.store.fingerprint,
         "own_text": search.store.manifest.text_origin == "own",
         "learning_rate": record.candidate.train.get("learning_rate", search.file.train.learning_rate),
-        "failure": f"{record.failure.kind}: {record.failure.reason}" if record.failure else "",
+        "failure_kind": record.failure.kind if record.failure else "",
+        "failure": record.failure.reason if record.failure else "",
         "hash": record.candidate.hash,
     }
 

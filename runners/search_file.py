@@ -127,6 +127,13 @@ class SearchFile(Closed):
     runner: RunnerSettings = RunnerSettings()
     seed: NonNegativeInt = 0
 
+    @model_validator(mode="after")
+    def _baselines_within_budget(self) -> Self:
+        if len(self.baselines) > self.budget.trials:
+            rule = f"{self.budget.trials} trials do not hold {len(self.baselines)} baselines, which count as trials"
+            raise field_error("budget.trials", f"{rule}; use at least {len(self.baselines)}")
+        return self
+
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a search file.
@@ -138,7 +145,8 @@ class SearchFile(Closed):
 
     def must_not_change(self) -> dict[str, Any]:
         """What a resume must find as it was: all but how long the search goes on and where it runs."""
-        data = self.model_dump(mode="json", exclude={"runner", "budget"})
+        places = {"target": {"device"}, "train": {"device", "threads"}, "features": {"path"}}
+        data = self.model_dump(mode="json", exclude={"runner": True, "budget": True, **places})
         return data | {"budget.rungs": list(self.budget.rungs), "budget.reduction": self.budget.reduction}
 
     def dump(self) -> str:

@@ -22,9 +22,10 @@ from runners.settings import EvalSettings, TrainSettings
 from runners.store import FeatureStore
 from runners.target import load_target
 from runners.training import StepReport
-from runners.trial import WEIGHTS_FOLDER, Measurement, RungTask, run_rung
+from runners.trial import ORIGIN_FILE, WEIGHTS_FOLDER, Measurement, RungTask, run_rung
 
 SETTINGS_FILE = "train.json"
+DEFAULT_HOLDOUT = 0.1
 LAYOUTS: dict[str, Callable[[Draft, Path], None]] = {"specforge": specforge.export}
 
 
@@ -129,6 +130,21 @@ def open_draft(path: Path, store: FeatureStore) -> Draft:
         raise ArchspecError(f"{folder}: the draft is for a target of other dimensions than that of {store.path}")
     store.require(draft.spec.inputs.aux_layers)
     return draft
+
+
+def heldout(path: Path, store: FeatureStore, holdout: float | None) -> list[int]:
+    """Conversations of ``store`` that the draft meant by ``path`` was not trained on; by default its own holdout.
+
+    Raises:
+        ArchspecError: ``holdout`` is larger than the share that was held out when the draft was trained on this store.
+    """
+    file = find_draft(path) / ORIGIN_FILE
+    origin = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    trained_here = origin.get("features") == store.fingerprint
+    if trained_here and holdout is not None and holdout > origin["holdout"]:
+        rule = f"the draft was trained on this store with a holdout of {origin['holdout']:g}"
+        raise ArchspecError(f"holdout={holdout:g}: {rule}, so a larger one would measure on what it was trained on")
+    return store.split(holdout or origin.get("holdout", DEFAULT_HOLDOUT))[1]
 
 
 def export_draft(

@@ -127,7 +127,8 @@ class Study:
         if measurement.rung == len(self._file.budget.rungs) - 1:
             self._close(record, "complete", value)
             return False
-        if record.baseline is None and trial.should_prune():
+        weak = trial.should_prune()  # asked for baselines too, so that candidates are compared with them
+        if weak and record.baseline is None:
             self._close(record, "pruned", value)
             return False
         return True

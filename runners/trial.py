@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from archspec.builder import adopt_target, build_draft
-from archspec.files import write_text
+from archspec.files import write_json, write_text
 from archspec.modules import Draft
 from archspec.resolve import ResolvedSpec
 from archspec.vocabulary import choose_vocabulary
@@ -25,6 +25,7 @@ from runners.training import StepReport, Trainer, pick_device
 
 CHECKPOINT_SECONDS = 60.0
 METRICS_FILE, CHECKPOINT_FILE, LOG_FILE, WEIGHTS_FOLDER = "metrics.jsonl", "checkpoint.safetensors", "log.txt", "draft"
+ORIGIN_FILE = "origin.json"  # beside the weights: what they were trained on
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,13 @@ def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: N
     device = pick_device(task.train.device)
     acceptance = measure_acceptance(draft, store, heldout, task.evaluate, device)
     save_draft(draft, task.directory / WEIGHTS_FOLDER)
+    origin = {
+        "features": store.fingerprint,
+        "holdout": task.holdout,
+        "seed": task.seed,
+        "tokens": trainer.progress.tokens,
+    }
+    write_json(task.directory / WEIGHTS_FOLDER / ORIGIN_FILE, origin)
     measurement = Measurement(
         rung=task.rung,
         tokens=trainer.progress.tokens,

@@ -50,7 +50,7 @@ class Row:
     seeds: int
     params: int
     tokens_per_second: float | None
-    failure: str
+    failure_kind: str
     running: Running | None
 
     @classmethod
@@ -70,7 +70,7 @@ class Row:
             seeds=int(row["seeds"]),
             params=int(row["params"]),
             tokens_per_second=_number(row["tokens_per_second"]),
-            failure=row["failure"],
+            failure_kind=row["failure_kind"],
             running=running,
         )
 
@@ -182,7 +182,7 @@ def _state(view: View, row: Row) -> Text:
         case "pruned":
             return Text(f"stopped {row.rungs}/{total}")
         case "failed":
-            return Text(f"failed: {row.failure.split(':')[0]}", style="red")
+            return Text(f"failed: {row.failure_kind.replace('_', ' ')}", style="red")
         case _:
             return Text(f"waiting {row.rungs}/{total}", style="cyan")
 

@@ -244,6 +244,18 @@ def test_baseline_that_is_no_preset(world: World, tmp_path: Path) -> None:
     assert "did you mean 'eagle3.1'?" in message
 
 
+def test_baselines_that_are_one_or_too_many(world: World, tmp_path: Path) -> None:
+    twins = {
+        "baselines": ["eagle3", "eagle3-qwen3"],
+        "fixed": {"layers.all.attention.qk_norm": True, "head.vocab_size": 128},
+    }
+    message = refused("search", world.search_file(tmp_path / "twins.yaml", **twins), "--out", tmp_path / "run")
+    assert "eagle3 and eagle3-qwen3 are the same architecture" in message
+    many = {"baselines": ["eagle3", "eagle3-qwen3", "eagle3.1"]}
+    message = refused("search", world.search_file(tmp_path / "many.yaml", **many), "--out", tmp_path / "run")
+    assert "budget.trials: 2 trials do not hold 3 baselines, which count as trials; use at least 3" in message
+
+
 def test_target_folder_missing_or_no_causal_model(world: World, tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
     assert f"target {missing}: no such file or folder" in refused("show", "eagle3", "--target", missing)
@@ -344,6 +356,10 @@ def test_train_eval_export_one_draft(world: World, tmp_path: Path) -> None:
     assert told["decoding"]["same_text"] == told["decoding"]["responses"] == 2
     assert told["decoding"]["length"] == pytest.approx(told["decoding"]["evaluator"]["length"])
     assert "2 of 2 texts equal plain greedy decoding" in answered(*evaluated)
+    own_holdout = json.loads(answered("eval", tmp_path / "one", "-f", world.features, "--json"))
+    assert own_holdout["acceptance"] == told["acceptance"]
+    message = refused("eval", tmp_path / "one", "-f", world.features, "--holdout", 0.5)
+    assert "holdout=0.5: the draft was trained on this store with a holdout of 0.3" in message
     answered("export", tmp_path / "one", "-f", world.features, "-o", tmp_path / "a")
     answered("export", tmp_path / "one", "-t", world.target, "-o", tmp_path / "b")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()

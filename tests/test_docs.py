@@ -228,7 +228,7 @@ def test_command_lines_parse(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     lines = [line.strip() for line in text.splitlines() if re.match(r"( {4})?archspec [a-z]+ ", line)]
     for line in lines:
-        name, *words = shlex.split(line.split(">")[0])[1:]
+        name, *words = shlex.split(line.split(">")[0], comments=True)[1:]
         command_line()[name].make_context(name, words)
 
 

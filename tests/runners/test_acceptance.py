@@ -154,7 +154,8 @@ def test_sampled_chances_are_q_over_p_inside_a_response_and_zero_beyond(multi_tu
     p = weights.logits(batch.last[0]).softmax(-1)
     with torch.no_grad():
         q = [draft.logits(state)[0].softmax(-1) for state in unroll(draft, batch.next_tokens, batch.aux, K)]
-    for (first, end), (_, rows) in zip(spans(batch.response_mask[0]), found, strict=True):
+    runs = [(first, end) for first, end in spans(batch.response_mask[0]) if end - first > 1]
+    for (first, end), (_, rows) in zip(runs, found, strict=True):
         for row, step in itertools.product(range(end - first - 1), range(K)):
             t, token = first - 1 + row, int(tokens[min(first + 1 + row + step, len(tokens) - 1)])
             ratio = float(q[step][t, token] / p[t + 1 + step, token])

@@ -28,7 +28,7 @@ from tests.runners.tasks import rung_task
 COLUMNS = (  # as the file's first line
     "rank,trial,name,baseline,state,rungs,train_tokens,acceptance_length,low,high,seeds,seed_std,acceptance_rate,"
     "alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,loss,tokens_per_second,train_seconds,seed,data,"
-    "own_text,learning_rate,failure,hash"
+    "own_text,learning_rate,failure_kind,failure,hash"
 )
 
 
@@ -74,7 +74,7 @@ def test_the_leaderboard_has_every_architecture_in_order(done: tuple[Search, Seq
     assert states == sorted(states, key=["complete", "pruned", "failed"].index)
     stopped = [(int(row["rungs"]), float(row["acceptance_length"])) for row in rows if row["state"] == "pruned"]
     assert stopped == sorted(stopped, reverse=True)
-    assert rows[-1]["failure"] == "diverged: loss nan"
+    assert (rows[-1]["failure_kind"], rows[-1]["failure"]) == ("diverged", "loss nan")
 
 
 def test_a_row_of_the_leaderboard_by_hand(done: tuple[Search, Sequence[Record]]) -> None:
@@ -180,23 +180,23 @@ def replace_name(spec: Any, name: str) -> Any:
 
 
 def test_a_clear_winner(records: Any) -> None:
-    """Means 1.5 and 1.3; variances 0.0001 each, so twice the standard error is 2 * sqrt(2 * 0.0001 / 3) = 0.01633."""
+    """Means 1.5 and 1.3; pooled variance 0.0001 with 4 degrees of freedom: 2.78 * sqrt(0.0001 * 2 / 3) = 0.02270."""
     verdict = judge([records("wide", [1.49, 1.5, 1.51]), records("plain", [1.29, 1.3, 1.31])])
     assert verdict.sureness == "outside seed noise"
     assert verdict.margin == pytest.approx(0.2)
-    assert verdict.noise == pytest.approx(0.016330, abs=1e-6)
-    assert verdict.text == "wide leads plain by 0.2000; seed noise of the difference is 0.0163"
+    assert verdict.noise == pytest.approx(0.022699, abs=1e-6)
+    assert verdict.text == "wide leads plain by 0.2000; seed noise of the difference is 0.0227 (95 %, 3 and 3 seeds)"
 
 
 def test_a_difference_inside_seed_noise_names_the_cheaper(records: Any) -> None:
-    """Means 1.5 and 1.49; variances 0.01 and 0.0001: noise 2 * sqrt(0.0101 / 3) = 0.11605."""
+    """Means 1.5 and 1.49; pooled variance 0.00505: noise 2.78 * sqrt(0.00505 * 2 / 3) = 0.16130."""
     deep, plain = records("deep", [1.4, 1.5, 1.6], layers=3), records("plain", [1.48, 1.49, 1.5])
     verdict = judge([deep, plain])
     assert verdict.sureness == "inside seed noise"
-    assert verdict.noise == pytest.approx(0.116046, abs=1e-6)
+    assert verdict.noise == pytest.approx(0.161304, abs=1e-6)
     params = f"{draft_params(plain.spec):,}"
     assert verdict.text == (
-        "deep leads plain by 0.0100; seed noise of the difference is 0.1160: "
+        "deep leads plain by 0.0100; seed noise of the difference is 0.1613 (95 %, 3 and 3 seeds): "
         f"not a real difference, and plain is the cheaper of the two ({params} parameters)"
     )
 

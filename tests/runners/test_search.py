@@ -121,7 +121,9 @@ def test_the_winner_is_one_that_was_repeated(run: Callable[..., Search], tiny_st
     def lucky_first_seed(task: RungTask) -> Any:
         return measured(task, by_formula(task).length - (0.2 if task.seed else 0.0))
 
-    search = run(lucky_first_seed, search_file(tiny_store, {"seeds": 2, "finalists": 2, "trials": 6}))
+    baselines = ["eagle3", "eagle3-deep-fused-once", "eagle3-deep-fused-every-layer"]
+    file = search_file(tiny_store, {"seeds": 2, "finalists": 2, "trials": 6}, baselines=baselines)
+    search = run(lucky_first_seed, file)
     ranked = search.execute()
     assert len(ranked) > 2
     assert [bool(record.repeats) for record in ranked[:2]] == [True, True]
@@ -175,8 +177,11 @@ def test_too_many_failures_in_a_row_end_the_search(run: Callable[..., Search], t
 
 
 def test_a_success_between_failures_starts_the_count_anew(run: Callable[..., Search], tiny_store: FeatureStore) -> None:
+    numbers: list[int] = []
+
     def every_second(task: RungTask) -> Any:
-        return Failure("diverged", "loss nan") if task.number % 2 else by_formula(task)
+        numbers.extend([task.number] if task.number not in numbers else [])
+        return Failure("diverged", "loss nan") if numbers.index(task.number) % 2 else by_formula(task)
 
     search = run(every_second, search_file(tiny_store, {"max_failures_in_a_row": 2}))
     search.execute()

@@ -179,6 +179,7 @@ def test_rungs_stop_the_weak_by_recorded_values_and_never_a_baseline(tiny_store:
         weaker = 1.1 - 0.05 * record.number
         assert [tell(one, record, folder, tiny_store, rung, weaker) for rung in range(3)] == [True, True, False]
         assert record.state == "complete"
+    assert not tell(one, draw(one), folder, tiny_store, 0, 1.02)  # weaker than both
     strong = draw(one)
     assert tell(one, strong, folder, tiny_store, 0, 1.5)
     weak = draw(one)
@@ -274,5 +275,8 @@ def test_optuna_gives_a_handle_on_a_trial_of_another_process(tiny_store: Feature
 
 def test_a_baseline_that_does_not_fit_is_told_before_anything_is_trained(tiny_store: FeatureStore) -> None:
     file = search_file(tiny_store, fixed={"inputs.aux_layers": [1, 2, 9]})
-    with pytest.raises(ArchspecError, match=r"baselines: .*layer 9 is beyond the target, whose layers are 1 to 3"):
+    with pytest.raises(
+        ArchspecError,
+        match=r"baseline eagle3 with fixed: inputs.aux_layers: layer 9 is beyond the target, whose layers are 1 to 3",
+    ):
         require_baselines(file, tiny_store.facts)
