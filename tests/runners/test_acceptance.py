@@ -147,19 +147,23 @@ def test_nothing_is_accepted_beyond_the_end_of_a_response(tiny_store: FeatureSto
 
 
 def test_sampled_chances_are_q_over_p_inside_a_response_and_zero_beyond(multi_turn: FeatureStore, draft: Draft) -> None:
-    """By the definition, token by token; the text's temperature is unknown and counts as 1."""
-    found = acceptance_chances(draft, multi_turn, [0], settings(draft="sampled"))
+    """By the definition, token by token; the text's temperature is unknown and counts as 1.
+
+    Chains of 50 tokens reach into the next answer, which is no part of theirs.
+    """
+    k = 50
+    found = acceptance_chances(draft, multi_turn, [0], settings(draft="sampled", draft_length=k))
     batch = read_batch(multi_turn, [0], draft.spec.inputs.aux_layers, "cpu")
     tokens, weights = batch.tokens[0], multi_turn.weights()
     p = weights.logits(batch.last[0]).softmax(-1)
     with torch.no_grad():
-        q = [draft.logits(state)[0].softmax(-1) for state in unroll(draft, batch.next_tokens, batch.aux, K)]
+        q = [draft.logits(state)[0].softmax(-1) for state in unroll(draft, batch.next_tokens, batch.aux, k)]
     runs = [(first, end) for first, end in spans(batch.response_mask[0]) if end - first > 1]
     for (first, end), (_, rows) in zip(runs, found, strict=True):
-        for row, step in itertools.product(range(end - first - 1), range(K)):
+        for row, step in itertools.product(range(end - first - 1), range(k)):
             t, token = first - 1 + row, int(tokens[min(first + 1 + row + step, len(tokens) - 1)])
-            ratio = float(q[step][t, token] / p[t + 1 + step, token])
-            wanted = min(1.0, ratio) if t + 2 + step < end else 0.0
+            inside = t + 2 + step < end
+            wanted = min(1.0, float(q[step][t, token] / p[t + 1 + step, token])) if inside else 0.0
             assert rows[row, step] == pytest.approx(wanted, rel=1e-4)
 
 
