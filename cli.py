@@ -82,7 +82,7 @@ LengthOption = Annotated[int, typer.Option("--draft-length", "-k", min=1, help="
 @app.command(epilog="Example:  archspec presets")
 def presets(as_json: JsonOption = False) -> None:
     """List the architectures that come with the package."""
-    from runners import tables
+    from runners.display import tables
 
     if as_json:
         return _print_json(tables.presets())
@@ -100,7 +100,7 @@ def show(
     from archspec.presets import load_document, preset_names, preset_text
     from archspec.resolve import resolve
     from archspec.spec import DraftSpec
-    from runners import tables
+    from runners.display import tables
 
     document = load_document(spec)
     loaded, facts = document.validate(DraftSpec), _facts(target)
@@ -123,7 +123,7 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Check files and report every error in every one of them; exit code 2 if there is any."""
-    from runners.kinds import check_file
+    from runners.search.kinds import check_file
 
     facts = _facts(target)
     found: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ def diff(
     from archspec.presets import load_document
     from archspec.resolve import resolve
     from archspec.spec import DraftSpec
-    from runners import tables
+    from runners.display import tables
     from search_spaces.paths import spec_data
 
     facts, documents = _facts(target), (load_document(a), load_document(b))
@@ -176,7 +176,7 @@ def schema(
     kind: Annotated[str, typer.Argument(help="spec, space, search, resolved-spec or best-config.")] = "search",
 ) -> None:
     """Print the JSON Schema of a kind of file, for editors and scripts."""
-    from runners import kinds
+    from runners.search import kinds
 
     _print_json(kinds.schema(kind))
 
@@ -203,7 +203,7 @@ def capture(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Let the target answer prompts (--generate), and store its hidden states over conversations (--out)."""
-    from runners.texts import capture_files, generate_file
+    from runners.features.texts import capture_files, generate_file
 
     if bool(generate) != (responses is not None):
         raise ArchspecError("--generate and --responses belong together: the prompts, and where their answers go")
@@ -211,8 +211,8 @@ def capture(
         raise ArchspecError("nothing to do: give --conversations and --out, or --generate and --responses")
     if conversations and out is None:
         raise ArchspecError("--conversations needs --out, the folder of the feature store")
-    from runners.target import load_target
-    from runners.training import pick_device
+    from runners.features.target import load_target
+    from runners.training.trainer import pick_device
 
     console = _console()
     loaded = load_target(target, target_dtype, pick_device(device), trust_remote_code)
@@ -245,9 +245,10 @@ def train(
 ) -> None:
     """Train one draft on a feature store and measure it. The same command goes on from its own checkpoint."""
     from archspec.presets import load_document
-    from runners import single, tables
+    from runners.display import tables
+    from runners.features.store import FeatureStore
     from runners.progress import Meter
-    from runners.store import FeatureStore
+    from runners.training import single
 
     settings: dict[str, Any] = {"ttt_steps": ttt_steps, "step_decay": step_decay, "batch_tokens": batch_tokens}
     settings |= {"learning_rate": learning_rate, "dtype": dtype, "device": device, "threads": threads}
@@ -281,11 +282,12 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a draft's acceptance on held-out conversations; --decode checks it against real speculative decoding."""
-    from runners import single, tables
-    from runners.acceptance import measure_acceptance
-    from runners.settings import EvalSettings
-    from runners.store import FeatureStore
-    from runners.training import pick_device
+    from runners.display import tables
+    from runners.features.store import FeatureStore
+    from runners.training import single
+    from runners.training.acceptance import measure_acceptance
+    from runners.training.settings import EvalSettings
+    from runners.training.trainer import pick_device
 
     store = FeatureStore.open(features)
     loaded, heldout = single.open_draft(draft, store), single.heldout(draft, store, holdout)
@@ -309,12 +311,13 @@ def search(
     """Search for the best draft: capture, train candidates rung by rung, measure, write best-config.json."""
     if file is None and not (resume and out):
         raise ArchspecError("give a search file, or --resume with --out and the run folder")
-    from runners.search_file import SearchFile
+    from runners.search.search_file import SearchFile
 
     loaded = None if file is None else SearchFile.load(file)
     folder = out or Path("runs") / (file or Path()).stem
-    from runners import live, session
+    from runners.display import live
     from runners.progress import Meter
+    from runners.search import session
 
     console, again = _console(), f"go on with: archspec search --resume --out {folder}"
     with _hint(again if resume else "the same command begins anew"), Meter(console, "captured tokens") as meter:
@@ -330,8 +333,8 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show a run, during or after it, from its files alone."""
-    from runners.status import read_status
-    from runners.view import render
+    from runners.display.status import read_status
+    from runners.display.view import render
 
     view, data = read_status(run)
     return _print_json(data) if as_json else _print(render(view, _console().width))
@@ -347,7 +350,7 @@ def export(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Write a trained draft in another project's layout; the frozen tensors come from its target or a store of it."""
-    from runners import single
+    from runners.training import single
 
     if layout not in single.LAYOUTS:
         raise ArchspecError(f"--format {layout!r}: {nearest(layout, single.LAYOUTS)}")
@@ -369,7 +372,7 @@ def _hint(how: str) -> Iterator[None]:
 def _facts(target: str | None) -> "TargetFacts | None":
     if target is None:
         return None
-    from runners.target import target_facts
+    from runners.features.target import target_facts
 
     return target_facts(target)
 

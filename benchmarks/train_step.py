@@ -20,12 +20,12 @@ from archspec.builder import adopt_target, build_draft
 from archspec.facts import TargetFacts
 from archspec.presets import load_preset
 from archspec.resolve import resolve
-from runners.batches import Batch
-from runners.frozen import FrozenWeights
-from runners.report import hardware
-from runners.settings import TrainSettings
-from runners.store import FeatureStore
-from runners.training import Trainer
+from runners.features.frozen import FrozenWeights
+from runners.features.store import FeatureStore
+from runners.search.report import hardware
+from runners.training.batches import Batch
+from runners.training.settings import TrainSettings
+from runners.training.trainer import Trainer
 from search_spaces import apply_overrides
 
 SMOLLM2 = TargetFacts(

@@ -19,12 +19,12 @@ import yaml
 from typer.testing import CliRunner
 
 from cli import app
-from runners.executor import Event, Failure, Finished, Started
-from runners.generate import generate_responses
-from runners.live import PlainLines
-from runners.local import LocalExecutor
-from runners.search import Search
-from runners.target import Target
+from runners.display.live import PlainLines
+from runners.features.generate import generate_responses
+from runners.features.target import Target
+from runners.search.driver import Search
+from runners.search.executor import Event, Failure, Finished, Started
+from runners.search.local import LocalExecutor
 from tests.runners.tiny import conversation, save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
 SPEC = {"name": "small", "layers": [{"fusion": "concat"}], "head": {"vocab_size": 128}}

@@ -20,9 +20,9 @@ from archspec.presets import load_preset, preset_names
 from archspec.resolve import resolve
 from archspec.schema import Document
 from archspec.spec import DraftSpec
-from runners.conversations import parse_row
-from runners.result import BestConfig, Metrics, Standing, Sureness, Verdict
-from runners.search_file import SearchFile
+from runners.features.conversations import parse_row
+from runners.search.result import BestConfig, Metrics, Standing, Sureness, Verdict
+from runners.search.search_file import SearchFile
 from search_spaces import Candidate, Space, ready_space_names
 from search_spaces.constraints import Bound, ByteBound
 from search_spaces.domains import Labelled, Range
@@ -155,9 +155,9 @@ def test_every_choice_of_a_word_is_named() -> None:
 
 
 def test_every_leaderboard_column_is_documented() -> None:
-    from runners.report import _row
-    from runners.search import Search
-    from runners.study import Record
+    from runners.search.driver import Search
+    from runners.search.report import _row
+    from runners.search.study import Record
 
     file = Document.parse(next(text for info, text in blocks(page("search.md")) if info == "yaml search"), "docs")
     spec = load_preset("eagle3")
@@ -178,9 +178,9 @@ def test_every_field_of_best_config_is_documented() -> None:
 
 
 def test_every_record_and_failure_kind_is_documented() -> None:
-    from runners.acceptance import Acceptance
-    from runners.executor import FailureKind
-    from runners.store import Manifest, StoreKey
+    from runners.features.store import Manifest, StoreKey
+    from runners.search.executor import FailureKind
+    from runners.training.acceptance import Acceptance
 
     record = keys(section(page("acceptance.md"), "## The record"))
     assert record == {field.name for field in dataclasses.fields(Acceptance)}
@@ -272,7 +272,7 @@ def test_links_resolve() -> None:
 
 
 def test_worked_acceptance_example() -> None:
-    from runners.acceptance import Counts, count_cycles
+    from runners.training.acceptance import Counts, count_cycles
 
     matches, figures = (
         list(rows(part)) for part in section(page("acceptance.md"), "## A worked example").split("\n| figure")

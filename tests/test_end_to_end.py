@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 from archspec.specforge import load
 from archspec.weights import load_draft
 from cli import app
-from runners.acceptance import measure_acceptance
-from runners.capture import capture
-from runners.chat import prompt_tokens
-from runners.conversations import read_conversations
-from runners.decoding import decode_plain, decode_speculative
-from runners.generate import generate_responses
-from runners.result import BestConfig
-from runners.search_file import SearchFile
-from runners.store import FeatureStore
-from runners.target import Target, load_target
+from runners.features.capture import capture
+from runners.features.chat import prompt_tokens
+from runners.features.conversations import read_conversations
+from runners.features.generate import generate_responses
+from runners.features.store import FeatureStore
+from runners.features.target import Target, load_target
+from runners.search.result import BestConfig
+from runners.search.search_file import SearchFile
+from runners.training.acceptance import measure_acceptance
+from runners.training.decoding import decode_plain, decode_speculative
 from tests.runners.trained import trained_target
 
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts.jsonl"

@@ -1,4 +1,4 @@
-"""The import arrow ``archspec <- search_spaces <- runners <- cli``, read from the source of every module."""
+"""The import arrow ``archspec <- search_spaces <- runners <- cli``, and the one inside ``runners``, read from source."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ARROW = ("archspec", "search_spaces", "runners", "cli")
-RAY_FILE = "runners/ray_runner.py"
+INNER_ARROW = ("features", "training", "search", "display")
+RAY_FILE = "runners/search/ray_runner.py"
 
 
 def imports(tree: ast.AST, module: str) -> Iterator[str]:
@@ -44,6 +45,13 @@ def test_imports_follow_the_arrow(source: str) -> None:
     package = source.split("/")[0].removesuffix(".py")
     assert not against_the_arrow(package, packages(source))
     assert not packages(source) & {"tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("source", [source for source in sources() if source.count("/") == 2 and "runners/" in source])
+def test_imports_inside_runners_follow_their_arrow(source: str) -> None:
+    tree = ast.parse((ROOT / source).read_text(encoding="utf-8"))
+    inner = {name.split(".")[1] for name in imports(tree, source) if name.startswith("runners.")}
+    assert not inner & set(INNER_ARROW[INNER_ARROW.index(source.split("/")[1]) + 1 :])
 
 
 def test_ray_is_imported_in_one_file_alone() -> None:

@@ -9,16 +9,16 @@ from archspec.modules import Draft
 from archspec.presets import load_preset
 from archspec.resolve import resolve
 from archspec.specforge import export, load
-from runners.acceptance import measure_acceptance
-from runners.capture import capture
-from runners.chat import prompt_tokens
-from runners.conversations import Conversation, Generation, read_conversations
-from runners.decoding import Decoded, decode_plain, decode_speculative
-from runners.settings import EvalSettings, TrainSettings
-from runners.store import FeatureStore
-from runners.target import Target, load_target
-from runners.training import Trainer
-from runners.trial import make_draft
+from runners.features.capture import capture
+from runners.features.chat import prompt_tokens
+from runners.features.conversations import Conversation, Generation, read_conversations
+from runners.features.store import FeatureStore
+from runners.features.target import Target, load_target
+from runners.training.acceptance import measure_acceptance
+from runners.training.decoding import Decoded, decode_plain, decode_speculative
+from runners.training.settings import EvalSettings, TrainSettings
+from runners.training.trainer import Trainer
+from runners.training.trial import make_draft
 from search_spaces import apply_overrides
 
 pytestmark = pytest.mark.real

@@ -2,11 +2,11 @@
 
 import pytest
 
-from runners.capture import capture
-from runners.conversations import Conversation, read_conversations
-from runners.generate import generate_responses
-from runners.store import FeatureStore
-from runners.target import Target
+from runners.features.capture import capture
+from runners.features.conversations import Conversation, read_conversations
+from runners.features.generate import generate_responses
+from runners.features.store import FeatureStore
+from runners.features.target import Target
 from tests.runners.tiny import conversation, tiny_target
 
 

@@ -9,10 +9,10 @@ from archspec.facts import TargetFacts
 from archspec.modules import Draft
 from archspec.presets import load_preset
 from archspec.resolve import ResolvedSpec, resolve
-from runners.settings import TrainSettings
-from runners.store import FeatureStore
-from runners.training import StepReport, Trainer
-from runners.trial import make_draft
+from runners.features.store import FeatureStore
+from runners.training.settings import TrainSettings
+from runners.training.trainer import StepReport, Trainer
+from runners.training.trial import make_draft
 from search_spaces import apply_overrides
 
 SETTINGS = TrainSettings(

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runners.executor import Event, Executor, Failure, Finished, Progress, Started
-from runners.store import FeatureStore
-from runners.trial import Measurement, RungTask, read_metrics
+from runners.features.store import FeatureStore
+from runners.search.executor import Event, Executor, Failure, Finished, Progress, Started
+from runners.training.trial import Measurement, RungTask, read_metrics
 from tests.runners.tasks import Exits, Hangs, IsKilled, Raises, RunsOutOfMemory, rung_task
 
 LONG = (10**9,)  # rungs that a test never sees the end of

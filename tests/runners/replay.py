@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from archspec.cost import draft_params
-from runners.acceptance import Acceptance
-from runners.executor import Event, Failure, Finished, Started
-from runners.run_folder import RunFolder
-from runners.search_file import SearchFile
-from runners.store import FeatureStore
-from runners.trial import Measurement, RungTask, read_metrics, write_metrics
+from runners.features.store import FeatureStore
+from runners.search.executor import Event, Failure, Finished, Started
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.training.acceptance import Acceptance
+from runners.training.trial import Measurement, RungTask, read_metrics, write_metrics
 from tests.runners.drafts import SETTINGS
 
 K = 3

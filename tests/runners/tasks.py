@@ -7,9 +7,9 @@ from pathlib import Path, PosixPath
 from typing import Any, NoReturn
 
 from archspec.resolve import ResolvedSpec
-from runners.settings import EvalSettings
-from runners.store import FeatureStore
-from runners.trial import RungTask
+from runners.features.store import FeatureStore
+from runners.training.settings import EvalSettings
+from runners.training.trial import RungTask
 from tests.runners.drafts import SETTINGS, tiny_spec
 
 RUNGS = (600, 1200)

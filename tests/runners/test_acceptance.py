@@ -13,12 +13,12 @@ from torch import Tensor
 from archspec.errors import ArchspecError
 from archspec.modules import Draft
 from archspec.unroll import unroll
-from runners.acceptance import Counts, _bootstrap, acceptance_chances, count_cycles, measure_acceptance, spans
-from runners.batches import read_batch
-from runners.capture import capture
-from runners.settings import EvalSettings
-from runners.store import FeatureStore
-from runners.target import Target
+from runners.features.capture import capture
+from runners.features.store import FeatureStore
+from runners.features.target import Target
+from runners.training.acceptance import Counts, _bootstrap, acceptance_chances, count_cycles, measure_acceptance, spans
+from runners.training.batches import read_batch
+from runners.training.settings import EvalSettings
 from tests.runners.drafts import everything, tiny_spec, trained_draft
 from tests.runners.tiny import conversation
 

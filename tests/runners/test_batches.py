@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from runners.batches import epoch_batches, length_batches, read_batch
-from runners.store import FeatureStore
+from runners.features.store import FeatureStore
+from runners.training.batches import epoch_batches, length_batches, read_batch
 from tests.runners.drafts import everything
 
 

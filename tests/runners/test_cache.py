@@ -3,7 +3,7 @@
 import torch
 from transformers import DynamicCache, Gemma2Config
 
-from runners.cache import RoomyLayer, roomy_cache
+from runners.features.cache import RoomyLayer, roomy_cache
 from tests.runners.tiny import tiny_model, tiny_target
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from archspec.errors import ArchspecError
-from runners.capture import capture
-from runners.conversations import Conversation, Generation, read_conversations
-from runners.store import FeatureStore
-from runners.target import Target, load_target
+from runners.features.capture import capture
+from runners.features.conversations import Conversation, Generation, read_conversations
+from runners.features.store import FeatureStore
+from runners.features.target import Target, load_target
 from tests.runners.tiny import MARKED, conversation, tiny_model, tiny_target, tiny_tokenizer
 
 RESPONSES = Path(__file__).parents[2] / "data" / "smollm2-responses.jsonl"
@@ -146,7 +146,7 @@ def test_what_an_interrupted_capture_left_is_replaced(target: Target, tmp_path: 
 def test_full_disk_is_told_before_the_first_forward(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runners.capture.shutil.disk_usage", lambda path: Usage(free=1 << 20))
+    monkeypatch.setattr("runners.features.capture.shutil.disk_usage", lambda path: Usage(free=1 << 20))
     target = Target(target.model, target.tokenizer, "fresh")
     forbid_forward(target, monkeypatch)
     with pytest.raises(
@@ -188,7 +188,7 @@ def test_progress_ends_at_the_total(target: Target, own_text: list[Conversation]
     ("options", "message"),
     [
         ({"layers": (4,)}, r"layer id 4: must be 0 \(embeddings\) to 3 \(last layer\)"),
-        ({"dtype": "bf16"}, r"feature dtype 'bf16': .*choose from float32, bfloat16, float16"),
+        ({"dtype": "bf16"}, r"feature dtype 'bf16': .*choose from float32, bfloat16"),
         ({"max_length": 4096}, r"max_length 4096: must be 2 to 512, the positions that target tiny-0 has"),
         ({"batch_tokens": 0}, r"batch_tokens and shard_tokens must be at least 1, but got 0, 300"),
     ],
@@ -225,7 +225,7 @@ def test_disk_that_fills_up_while_writing(target: Target, tmp_path: Path, monkey
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("runners.shards.save_tensors", full)
+    monkeypatch.setattr("runners.features.shards.save_tensors", full)
     with pytest.raises(
         ArchspecError, match=r"shard-00000\.safetensors: cannot be written \(.*No space left on device\)"
     ):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from archspec.errors import ArchspecError
-from runners.chat import Tokenized, prompt_tokens, template_hash, tokenize, tokenize_all
-from runners.conversations import Conversation, Generation
+from runners.features.chat import Tokenized, prompt_tokens, template_hash, tokenize, tokenize_all
+from runners.features.conversations import Conversation, Generation
 from tests.runners.tiny import CHATML, MARKED, conversation, tiny_tokenizer
 
 # Writes an end-of-document token after the last turn only, as Phi-3 does.

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from archspec.errors import ArchspecError
-from runners.conversations import Conversation, Generation, Message, content_id, digest, parse_row, read_conversations
+from runners.features.conversations import (
+    Conversation,
+    Generation,
+    Message,
+    content_id,
+    digest,
+    parse_row,
+    read_conversations,
+)
 
 
 def write(path: Path, *rows: Any) -> Path:

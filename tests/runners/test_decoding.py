@@ -13,15 +13,15 @@ from archspec.attention import ChainCache
 from archspec.builder import adopt_target, build_draft
 from archspec.modules import Draft
 from archspec.unroll import unroll
-from runners.acceptance import acceptance_chances, count_cycles
-from runners.batches import read_batch
-from runners.capture import capture
-from runners.chat import prompt_tokens
-from runners.conversations import Conversation, Generation
-from runners.decoding import Decoded, decode_plain, decode_speculative
-from runners.settings import EvalSettings
-from runners.store import FeatureStore
-from runners.target import Target
+from runners.features.capture import capture
+from runners.features.chat import prompt_tokens
+from runners.features.conversations import Conversation, Generation
+from runners.features.store import FeatureStore
+from runners.features.target import Target
+from runners.training.acceptance import acceptance_chances, count_cycles
+from runners.training.batches import read_batch
+from runners.training.decoding import Decoded, decode_plain, decode_speculative
+from runners.training.settings import EvalSettings
 from tests.runners.drafts import tiny_spec, trained_draft
 from tests.runners.tiny import conversation, tiny_config, tiny_model, tiny_tokenizer
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from archspec.errors import ArchspecError
-from runners.chat import prompt_tokens
-from runners.conversations import Conversation, read_conversations
-from runners.generate import Generated, generate_responses
-from runners.target import Target
+from runners.features.chat import prompt_tokens
+from runners.features.conversations import Conversation, read_conversations
+from runners.features.generate import Generated, generate_responses
+from runners.features.target import Target
 from tests.runners.tiny import conversation, tiny_target
 
 PROMPTS = [conversation("word " * count, category="chat", name=f"p{count}") for count in (1, 7, 3, 12, 5)]

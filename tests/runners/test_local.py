@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from runners.executor import Executor, Finished
-from runners.local import LocalExecutor
-from runners.store import FeatureStore
-from runners.trial import Measurement
+from runners.features.store import FeatureStore
+from runners.search.executor import Executor, Finished
+from runners.search.local import LocalExecutor
+from runners.training.trial import Measurement
 from tests.runners.executor_contract import ExecutorContract, events_until_finished, process_of
 from tests.runners.tasks import Hangs, rung_task
 
@@ -70,8 +70,8 @@ class TestLocalExecutor(ExecutorContract):
 SEARCH_SCRIPT = """
 import sys, time
 from pathlib import Path
-from runners.local import LocalExecutor
-from runners.store import FeatureStore
+from runners.search.local import LocalExecutor
+from runners.features.store import FeatureStore
 from tests.runners.tasks import rung_task
 
 if __name__ == "__main__":

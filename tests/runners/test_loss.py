@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runners import loss as loss_module
-from runners.frozen import FrozenWeights
-from runners.loss import Targets, unroll_loss
-from runners.teacher import Teacher
+from runners.features.frozen import FrozenWeights
+from runners.training import loss as loss_module
+from runners.training.loss import Targets, unroll_loss
+from runners.training.teacher import Teacher
 
 B, T, H, H_T, V, D = 3, 9, 5, 6, 13, 8
 STEPS = 3

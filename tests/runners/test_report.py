@@ -12,14 +12,14 @@ import pytest
 
 from archspec.cost import draft_params, flops_per_token, trainable_params
 from archspec.weights import load_draft, save_draft
-from runners.executor import Event, Failure
-from runners.report import judge, metrics_of, write_leaderboard, write_provenance, write_results
-from runners.result import BestConfig
-from runners.run_folder import RunFolder
-from runners.search import Search
-from runners.store import FeatureStore
-from runners.study import Record
-from runners.trial import WEIGHTS_FOLDER, RungTask, make_draft
+from runners.features.store import FeatureStore
+from runners.search.driver import Search
+from runners.search.executor import Event, Failure
+from runners.search.report import judge, metrics_of, write_leaderboard, write_provenance, write_results
+from runners.search.result import BestConfig
+from runners.search.run_folder import RunFolder
+from runners.search.study import Record
+from runners.training.trial import WEIGHTS_FOLDER, RungTask, make_draft
 from search_spaces import Candidate
 from tests.runners.drafts import everything, tiny_spec
 from tests.runners.replay import ReplayExecutor, by_formula, measured, new_folder, search_file

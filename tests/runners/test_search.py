@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from archspec.errors import ArchspecError
-from runners import study as study_module
-from runners.executor import Event, Failure, Finished
-from runners.run_folder import RunFolder
-from runners.search import Search
-from runners.search_file import SearchFile
-from runners.store import FeatureStore
-from runners.trial import RungTask, read_metrics, write_metrics
+from runners.features.store import FeatureStore
+from runners.search import study as study_module
+from runners.search.driver import Search
+from runners.search.executor import Event, Failure, Finished
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.training.trial import RungTask, read_metrics, write_metrics
 from tests.runners.drafts import SETTINGS
 from tests.runners.replay import SPACE, Answer, ReplayExecutor, by_formula, measured, new_folder, search_file
 

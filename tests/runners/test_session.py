@@ -10,16 +10,16 @@ import pytest
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
 from archspec.schema import Document
-from runners.executor import Event, Finished, Started
-from runners.live import Pace, PlainLines, describe, view_of
-from runners.run_folder import RunFolder
-from runners.search import Search
-from runners.search_file import SearchFile
-from runners.session import Prepared, alone_in, aux_layers, check, execute, open_features, require_train_choices
-from runners.status import read_status
-from runners.store import FeatureStore
-from runners.training import StepReport
-from runners.trial import Measurement, RungTask
+from runners.display.live import Pace, PlainLines, describe, view_of
+from runners.display.status import read_status
+from runners.features.store import FeatureStore
+from runners.search.driver import Search
+from runners.search.executor import Event, Finished, Started
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.search.session import Prepared, alone_in, aux_layers, check, execute, open_features, require_train_choices
+from runners.training.trainer import StepReport
+from runners.training.trial import Measurement, RungTask
 
 FACTS = TargetFacts(
     model_type="llama",
@@ -202,7 +202,7 @@ def test_what_was_measured_but_not_told_is_not_trained_again(prepared: Prepared)
 
 def test_time_left_follows_the_tokens_that_are_left(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("runners.live.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("runners.display.live.time.monotonic", lambda: now[0])
     pace, search = Pace(), Search(prepared.folder, prepared.file, prepared.store, Oracle(), Silent())
     record = search.study.draw()
     assert record is not None
@@ -217,6 +217,6 @@ def test_time_left_follows_the_tokens_that_are_left(prepared: Prepared, monkeypa
 
 
 def _progress(task: RungTask, tokens: int) -> Event:
-    from runners.executor import Progress
+    from runners.search.executor import Progress
 
     return Progress(task, StepReport(1, tokens, 1e-3, 2.0, (0.1,), 1.0))

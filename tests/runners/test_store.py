@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 
 from archspec.errors import ArchspecError
-from runners.capture import capture
-from runners.conversations import Conversation
-from runners.store import FeatureStore
-from runners.target import Target
+from runners.features.capture import capture
+from runners.features.conversations import Conversation
+from runners.features.store import FeatureStore
+from runners.features.target import Target
 
 
 @pytest.fixture

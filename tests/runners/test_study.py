@@ -10,13 +10,13 @@ import pytest
 from optuna.trial import TrialState
 
 from archspec.errors import ArchspecError
-from runners import study as study_module
-from runners.executor import Failure
-from runners.run_folder import RunFolder
-from runners.search_file import SearchFile
-from runners.store import FeatureStore
-from runners.study import Record, Study, require_baselines
-from runners.trial import RungTask, write_metrics
+from runners.features.store import FeatureStore
+from runners.search import study as study_module
+from runners.search.executor import Failure
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.search.study import Record, Study, require_baselines
+from runners.training.trial import RungTask, write_metrics
 from tests.runners.drafts import SETTINGS
 from tests.runners.replay import measured, new_folder, search_file
 

@@ -11,8 +11,8 @@ import torch
 from transformers import BertConfig, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaModel
 
 from archspec.errors import ArchspecError
-from runners.frozen import FrozenWeights
-from runners.target import Target, find_packaged_gguf, load_target, target_facts
+from runners.features.frozen import FrozenWeights
+from runners.features.target import Target, find_packaged_gguf, load_target, target_facts
 from tests.runners.tiny import save_tiny, tiny_config, tiny_model, tiny_target, tiny_tokenizer
 
 SMALL = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}

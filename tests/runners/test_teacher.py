@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runners.frozen import FrozenWeights
-from runners.store import FeatureStore
-from runners.target import Target
-from runners.teacher import Teacher
+from runners.features.frozen import FrozenWeights
+from runners.features.store import FeatureStore
+from runners.features.target import Target
+from runners.training.teacher import Teacher
 
 V, H = 11, 6
 IDS = torch.tensor([0, 3, 4, 10])

@@ -11,12 +11,12 @@ from safetensors import safe_open
 
 from archspec.errors import ArchspecError
 from archspec.files import save_tensors
-from runners.batches import read_batch
-from runners.capture import capture
-from runners.store import FeatureStore
-from runners.target import Target
-from runners.training import DivergedError, Trainer, autocast, pick_device
-from runners.trial import make_draft
+from runners.features.capture import capture
+from runners.features.store import FeatureStore
+from runners.features.target import Target
+from runners.training.batches import read_batch
+from runners.training.trainer import DivergedError, Trainer, autocast, pick_device
+from runners.training.trial import make_draft
 from tests.runners.drafts import SETTINGS, everything, largest_gap, new_trainer, run, single_thread, tiny_spec
 from tests.runners.tiny import conversation, tiny_config, tiny_model, tiny_tokenizer
 
@@ -281,7 +281,7 @@ MEMORY_SCRIPT = """
 import sys
 from pathlib import Path
 import psutil
-from runners.store import FeatureStore
+from runners.features.store import FeatureStore
 from tests.runners.drafts import SETTINGS, new_trainer, single_thread
 
 single_thread()

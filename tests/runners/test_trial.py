@@ -14,10 +14,18 @@ from safetensors.torch import load_file
 from archspec.errors import ArchspecError
 from archspec.vocabulary import choose_vocabulary
 from archspec.weights import load_draft
-from runners.acceptance import measure_acceptance
-from runners.store import FeatureStore
-from runners.training import StepReport
-from runners.trial import CHECKPOINT_FILE, METRICS_FILE, WEIGHTS_FOLDER, Measurement, make_draft, read_metrics, run_rung
+from runners.features.store import FeatureStore
+from runners.training.acceptance import measure_acceptance
+from runners.training.trainer import StepReport
+from runners.training.trial import (
+    CHECKPOINT_FILE,
+    METRICS_FILE,
+    WEIGHTS_FOLDER,
+    Measurement,
+    make_draft,
+    read_metrics,
+    run_rung,
+)
 from tests.runners.drafts import everything, largest_gap, single_thread, tiny_spec
 from tests.runners.tasks import HOLDOUT, RUNGS, rung_task
 
@@ -91,8 +99,8 @@ def test_a_rung_that_the_one_before_overshot_still_has_a_loss(tiny_store: Featur
 KILLED_SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
-from runners import trial
-from runners.store import FeatureStore
+from runners.training import trial
+from runners.features.store import FeatureStore
 from tests.runners.drafts import single_thread
 from tests.runners.tasks import rung_task
 

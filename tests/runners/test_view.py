@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from runners.status import PROGRESS_FILE, SILENT_SECONDS, read_status
-from runners.view import Row, Running, View, clock, count, render
+from runners.display.status import PROGRESS_FILE, SILENT_SECONDS, read_status
+from runners.display.view import Row, Running, View, clock, count, render
 
 
 def row(trial: int, name: str, state: str = "complete", **values: object) -> Row:
@@ -24,6 +24,7 @@ def row(trial: int, name: str, state: str = "complete", **values: object) -> Row
         "seeds": 1,
         "params": 21_312_000,
         "tokens_per_second": 412.0,
+        "failure_kind": "",
         "failure": "",
     }
     running = values.pop("running", None)
@@ -35,7 +36,18 @@ ROWS = (
     row(4, "d2-none", rank=1),
     row(0, "eagle3", rank=2, acceptance_length=1.25),
     row(2, "d1-project", "pruned", rungs=1, train_tokens=20_000, acceptance_length=1.1),
-    row(3, "d3-add", "failed", rungs=0, acceptance_length="", low="", high="", seeds=0, failure="diverged: loss nan"),
+    row(
+        3,
+        "d3-add",
+        "failed",
+        rungs=0,
+        acceptance_length="",
+        low="",
+        high="",
+        seeds=0,
+        failure_kind="diverged",
+        failure="loss nan",
+    ),
     row(6, "d3-a-name-that-is-far-too-long-for-its-column", "running", running=Running(6, 0, 1, 30_000, 60_000, 251.0)),
 )
 
@@ -114,22 +126,24 @@ def test_numbers_for_people() -> None:
 
 
 @pytest.mark.parametrize(
-    ("progress", "state", "note"),
+    ("age", "ended", "state", "note"),
     [
-        (None, "new", "no trial has begun yet"),
-        ({"updated": time.time(), "ended": None}, "running", ""),
-        ({"updated": time.time() - 2 * SILENT_SECONDS, "ended": None}, "silent", "no sign of the search for 4:"),
-        ({"updated": time.time() - 60, "ended": "stopped"}, "stopped", "go on with: archspec search --resume --out"),
-        ({"updated": time.time(), "ended": "finished"}, "finished", ""),
+        (None, None, "new", "no trial has begun yet"),
+        (0, None, "running", ""),
+        (2 * SILENT_SECONDS, None, "silent", "no sign of the search for 4:"),
+        (60, "stopped", "stopped", "go on with: archspec search --resume --out"),
+        (0, "finished", "finished", ""),
     ],
 )
 def test_status_tells_a_live_search_from_a_dead_one(
-    tmp_path: Path, progress: dict[str, object] | None, state: str, note: str
+    tmp_path: Path, age: float | None, ended: str | None, state: str, note: str
 ) -> None:
+    """``age`` is how many seconds ago the search last wrote its progress; None: never."""
     search = "target: {model: m}\ndata: {conversations: [t.jsonl]}\nfeatures: f\nspace: norms\n"
     (tmp_path / "search.yaml").write_text(f"{search}budget: {{trials: 1, rungs: [9]}}\n")
-    if progress is not None:
-        (tmp_path / PROGRESS_FILE).write_text(json.dumps({"running": [], "elapsed": 1.0, "left": None} | progress))
+    if age is not None:
+        progress = {"running": [], "elapsed": 1.0, "left": None, "updated": time.time() - age, "ended": ended}
+        (tmp_path / PROGRESS_FILE).write_text(json.dumps(progress))
     seen, data = read_status(tmp_path)
     assert data["state"] == state
     assert note in seen.note

@@ -11,9 +11,9 @@ from archspec.builder import build_draft
 from archspec.errors import ArchspecError
 from archspec.modules import Draft
 from archspec.weights import SPEC_FILE, WEIGHTS_FILE, load_draft, save_draft
-from runners.acceptance import acceptance_chances
-from runners.settings import EvalSettings
-from runners.store import FeatureStore
+from runners.features.store import FeatureStore
+from runners.training.acceptance import acceptance_chances
+from runners.training.settings import EvalSettings
 from tests.runners.drafts import everything, tiny_spec, trained_draft
 
 SPECS: dict[str, tuple[str, dict[str, object]]] = {

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from runners.conversations import Conversation, Message, content_id
-from runners.target import Target
+from runners.features.conversations import Conversation, Message, content_id
+from runners.features.target import Target
 
 START, END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SYSTEM = "You are a small test."

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from runners.conversations import read_conversations
-from runners.target import Target
+from runners.features.conversations import read_conversations
+from runners.features.target import Target
 from tests.runners.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 RESPONSES = Path(__file__).parents[2] / "data" / "smollm2-responses.jsonl"

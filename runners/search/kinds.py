@@ -10,8 +10,8 @@ from archspec.facts import TargetFacts
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.schema import Document
 from archspec.spec import DraftSpec
-from runners.result import BestConfig
-from runners.search_file import SearchFile
+from runners.search.result import BestConfig
+from runners.search.search_file import SearchFile
 from search_spaces import Space, require_feasible
 
 Kind = Literal["spec", "space", "search", "resolved-spec", "best-config"]
@@ -83,7 +83,7 @@ def _check_fit(loaded: BaseModel, facts: TargetFacts, document: Document) -> Non
         case Space():
             require_feasible(loaded, facts)
         case SearchFile():
-            from runners.session import check
+            from runners.search.session import check
 
             check(loaded, facts)
 

@@ -20,11 +20,11 @@ import torch
 from archspec.cost import draft_params, flops_per_token, trainable_params
 from archspec.files import replacing, write_json, write_text
 from archspec.specforge import draft_model_config, unsupported
-from runners.result import BestConfig, Metrics, Standing, Verdict
-from runners.run_folder import RunFolder
-from runners.search import Search
-from runners.study import Record
-from runners.trial import WEIGHTS_FOLDER
+from runners.search.driver import Search
+from runners.search.result import BestConfig, Metrics, Standing, Verdict
+from runners.search.run_folder import RunFolder
+from runners.search.study import Record
+from runners.training.trial import WEIGHTS_FOLDER
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # two-sided, by degrees of freedom from 1
 
@@ -89,7 +89,8 @@ def judge(ranked: Sequence[Record]) -> Verdict:
     lead = f"{winner.name} leads {rival.name} by {margin:.4f}"
     if min(len(ours), len(theirs)) < 2:
         overlap = winner.measurements[-1].acceptance["low"] <= rival.measurements[-1].acceptance["high"]
-        text = f"{lead} on one seed; their intervals {'overlap' if overlap else 'do not overlap'}"
+        seeds = "one seed" if len(ours) == len(theirs) else "a single seed of the latter"
+        text = f"{lead} on {seeds}; their intervals {'overlap' if overlap else 'do not overlap'}"
         return Verdict(sureness="one seed only", margin=margin, noise=None, text=text)
     noise = seed_noise(ours, theirs)
     text = f"{lead}; seed noise of the difference is {noise:.4f} (95 %, {len(ours)} and {len(theirs)} seeds)"
@@ -225,7 +226,7 @@ def write_provenance(folder: RunFolder, search: Search) -> None:
 def code_version() -> str:
     """The package's version, with the commit when it runs from a checkout."""
     package = version("draft-archspec")
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return package
     git = shutil.which("git")

@@ -17,10 +17,10 @@ from archspec.presets import load_spec
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.spec import DraftSpec
 from archspec.weights import SPEC_FILE
-from runners.executor import Failure
-from runners.run_folder import RunFolder
-from runners.search_file import SearchFile
-from runners.trial import Measurement, read_metrics
+from runners.search.executor import Failure
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.training.trial import Measurement, read_metrics
 from search_spaces import Candidate, Infeasible, apply_overrides, locate, sample
 
 MAX_REPEATS = 60  # draws in a row that bring nothing new before the space counts as exhausted

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from archspec.errors import ArchspecError, nearest
 from archspec.files import write_text
-from runners.chat import Tokenized, TokenizedSet, template_hash, tokenize_all
-from runners.conversations import Conversation, digest
-from runners.shards import ShardWriter, save_or_tell
-from runners.store import (
+from runners.features.chat import Tokenized, TokenizedSet, template_hash, tokenize_all
+from runners.features.conversations import Conversation, digest
+from runners.features.shards import ShardWriter, save_or_tell
+from runners.features.store import (
     COUNTS,
     FROZEN,
     MANIFEST,
@@ -27,7 +27,7 @@ from runners.store import (
     read_manifest,
     response_counts,
 )
-from runners.target import DTYPES, Target
+from runners.features.target import DTYPES, Target
 
 STORE_DTYPES = ("float32", "bfloat16")
 _HEAD_ROOM_BYTES = 64 << 20

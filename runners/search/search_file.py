@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from archspec.errors import ArchspecError
 from archspec.presets import load_spec
 from archspec.schema import Closed, Document, field_error, to_yaml
-from runners.settings import EvalSettings, Fraction, TrainSettings
+from runners.training.settings import EvalSettings, Fraction, TrainSettings
 from search_spaces import Constraints, SpaceReference
 
 

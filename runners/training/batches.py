@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runners.store import FeatureStore
+from runners.features.store import FeatureStore
 
 BUCKET_BATCHES = 16  # documents of this many batches are sorted by length together: little padding, still shuffled
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from archspec.errors import ArchspecError
-from runners.chat import prompt_tokens
-from runners.conversations import Conversation, Generation, Message, read_conversations
-from runners.target import Target
+from runners.features.chat import prompt_tokens
+from runners.features.conversations import Conversation, Generation, Message, read_conversations
+from runners.features.target import Target
 
 Progress = Callable[[int, int, int], None]
 
@@ -85,7 +85,7 @@ def generate_responses(
 @torch.no_grad()
 def _answer(target: Target, rows: Sequence[_Row], max_new_tokens: int, temperature: float) -> None:
     """Fill ``tokens`` and ``finished`` of ``rows``; a row that is finished leaves the batch."""
-    from runners.cache import roomy_cache  # imports transformers, which takes seconds
+    from runners.features.cache import roomy_cache  # imports transformers, which takes seconds
 
     last, limit = target.facts.num_layers, target.facts.max_positions
     ids_BT, mask_BT = _pad_left([row.prompt for row in rows], target)

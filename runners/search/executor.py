@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from runners.training import StepReport
-from runners.trial import Measurement, RungTask
+from runners.training.trainer import StepReport
+from runners.training.trial import Measurement, RungTask
 
 FailureKind = Literal["diverged", "out_of_memory", "timed_out", "crashed", "error", "cancelled"]
 

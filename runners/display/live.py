@@ -17,14 +17,14 @@ from rich.live import Live
 from rich.text import Text
 
 from archspec.files import write_json
-from runners.executor import Event, Failure, Finished, Progress, Started
-from runners.report import leaderboard_rows, write_leaderboard
-from runners.result import BestConfig
-from runners.search import Search
-from runners.status import PROGRESS_FILE
-from runners.study import Record
-from runners.trial import Measurement, RungTask
-from runners.view import Row, Running, View, clock, interval, render
+from runners.display.status import PROGRESS_FILE
+from runners.display.view import Row, Running, View, clock, interval, render
+from runners.search.driver import Search
+from runners.search.executor import Event, Failure, Finished, Progress, Started
+from runners.search.report import leaderboard_rows, write_leaderboard
+from runners.search.result import BestConfig
+from runners.search.study import Record
+from runners.training.trial import Measurement, RungTask
 
 PROGRESS_SECONDS = 2.0
 LINE_SECONDS = 60.0

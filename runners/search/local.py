@@ -14,9 +14,9 @@ from multiprocessing.context import ForkServerProcess
 import torch
 
 from archspec.errors import ArchspecError
-from runners.executor import Event, Failure, Finished, Progress, Started
-from runners.training import DivergedError, StepReport
-from runners.trial import LOG_FILE, Measurement, RungTask, run_rung
+from runners.search.executor import Event, Failure, Finished, Progress, Started
+from runners.training.trainer import DivergedError, StepReport
+from runners.training.trial import LOG_FILE, Measurement, RungTask, run_rung
 
 PROGRESS_SECONDS = 0.5
 
@@ -39,7 +39,7 @@ class LocalExecutor:
         self._concurrent, self._task_seconds = concurrent, task_seconds
         self._context = multiprocessing.get_context("forkserver")
         # Every optimiser imports torch._dynamo when it is made, which takes a second: once here, not in each task.
-        self._context.set_forkserver_preload(["runners.trial", "torch._dynamo"])
+        self._context.set_forkserver_preload(["runners.training.trial", "torch._dynamo"])
         self._running: list[_Running] = []
         self._started: list[Event] = []
 

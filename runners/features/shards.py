@@ -10,9 +10,9 @@ from torch import Tensor
 
 from archspec.errors import ArchspecError
 from archspec.files import save_tensors
-from runners.chat import Tokenized
-from runners.conversations import Conversation
-from runners.store import DocumentEntry, FileEntry, file_entry
+from runners.features.chat import Tokenized
+from runners.features.conversations import Conversation
+from runners.features.store import DocumentEntry, FileEntry, file_entry
 
 
 @dataclass

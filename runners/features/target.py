@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from archspec.errors import ArchspecError, nearest
 from archspec.facts import TargetFacts
-from runners.frozen import FrozenWeights, freeze
-from runners.gguf_header import as_written, gguf_facts, read_header
-from runners.locate import Location, find_packaged_gguf, locate
-from runners.onednn import use_onednn
+from runners.features.frozen import FrozenWeights, freeze
+from runners.features.gguf_header import as_written, gguf_facts, read_header
+from runners.features.locate import Location, find_packaged_gguf, locate
+from runners.features.onednn import use_onednn
 
 __all__ = ["FrozenWeights", "Target", "find_packaged_gguf", "load_target", "target_facts"]
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from archspec.attention import ChainCache
 from archspec.modules import Draft
-from runners.target import Target
+from runners.features.target import Target
 
 
 @dataclass(frozen=True)

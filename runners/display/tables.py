@@ -11,7 +11,7 @@ from archspec.cost import draft_params, flops_per_token, parameter_shapes, train
 from archspec.presets import load_preset, preset_names, preset_text
 from archspec.resolve import ResolvedSpec
 from archspec.spec import LayerSpec
-from runners.view import PROXY, interval
+from runners.display.view import PROXY, interval
 
 MISSING = "—"
 

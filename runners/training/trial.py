@@ -18,10 +18,10 @@ from archspec.modules import Draft
 from archspec.resolve import ResolvedSpec
 from archspec.vocabulary import choose_vocabulary
 from archspec.weights import save_draft
-from runners.acceptance import measure_acceptance
-from runners.settings import EvalSettings, TrainSettings
-from runners.store import FeatureStore
-from runners.training import StepReport, Trainer, pick_device
+from runners.features.store import FeatureStore
+from runners.training.acceptance import measure_acceptance
+from runners.training.settings import EvalSettings, TrainSettings
+from runners.training.trainer import StepReport, Trainer, pick_device
 
 CHECKPOINT_SECONDS = 60.0
 METRICS_FILE, CHECKPOINT_FILE, LOG_FILE, WEIGHTS_FOLDER = "metrics.jsonl", "checkpoint.safetensors", "log.txt", "draft"

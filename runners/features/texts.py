@@ -9,12 +9,12 @@ from archspec.errors import ArchspecError, nearest
 from archspec.facts import TargetFacts
 from archspec.resolve import aux_layer_id
 from archspec.spec import AUX_NAMES
-from runners.capture import capture
-from runners.conversations import read_conversations
-from runners.generate import Generated, generate_responses
+from runners.features.capture import capture
+from runners.features.conversations import read_conversations
+from runners.features.generate import Generated, generate_responses
+from runners.features.store import FeatureStore
+from runners.features.target import Target
 from runners.progress import Meter
-from runners.store import FeatureStore
-from runners.target import Target
 
 
 def parse_layers(words: Sequence[str], facts: TargetFacts) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from archspec.errors import ArchspecError
-from runners.conversations import Conversation, Message
+from runners.features.conversations import Conversation, Message
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

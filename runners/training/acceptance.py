@@ -27,11 +27,11 @@ from torch import Tensor
 from archspec.errors import ArchspecError
 from archspec.modules import Draft
 from archspec.unroll import unroll
-from runners.batches import Batch, length_batches, read_batch
-from runners.onednn import onednn_linears
-from runners.settings import EvalSettings
-from runners.store import FeatureStore
-from runners.teacher import Teacher
+from runners.features.onednn import onednn_linears
+from runners.features.store import FeatureStore
+from runners.training.batches import Batch, length_batches, read_batch
+from runners.training.settings import EvalSettings
+from runners.training.teacher import Teacher
 
 Floats = NDArray[np.float64]
 Chance = Callable[[Draft, Tensor, Tensor, Tensor], Tensor]

@@ -16,11 +16,11 @@ from archspec.errors import ArchspecError
 from archspec.files import save_tensors
 from archspec.modules import Draft
 from archspec.unroll import unroll
-from runners.batches import Batch, epoch_batches, read_batch
-from runners.loss import Targets, unroll_loss
-from runners.settings import TrainSettings
-from runners.store import FeatureStore
-from runners.teacher import Teacher
+from runners.features.store import FeatureStore
+from runners.training.batches import Batch, epoch_batches, read_batch
+from runners.training.loss import Targets, unroll_loss
+from runners.training.settings import TrainSettings
+from runners.training.teacher import Teacher
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter
 

@@ -7,7 +7,7 @@ from typing import Self
 
 from archspec.errors import ArchspecError
 from archspec.files import write_text
-from runners.search_file import SearchFile
+from runners.search.search_file import SearchFile
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from runners.frozen import FrozenWeights
+from runners.features.frozen import FrozenWeights
 
 
 class Teacher:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runners.teacher import Teacher
+from runners.training.teacher import Teacher
 
 CHUNK_ELEMENTS = (
     4 * 1024 * 1024

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
-from runners.frozen import FrozenWeights
+from runners.features.frozen import FrozenWeights
 
 VERSION = 1
 MANIFEST, FROZEN, COUNTS = "manifest.json", "frozen.safetensors", "counts.safetensors"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from archspec.errors import ArchspecError
-from runners.run_folder import RunFolder
-from runners.search_file import SearchFile
-from runners.view import Row, Running, View, clock
+from runners.display.view import Row, Running, View, clock
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
 
 PROGRESS_FILE = "progress.json"
 SILENT_SECONDS = 120.0

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Protocol
 
 from archspec.errors import ArchspecError
-from runners.executor import Event, Executor, Failure, Finished, Progress
-from runners.run_folder import RunFolder
-from runners.search_file import SearchFile
-from runners.store import FeatureStore
-from runners.study import Record, Study
-from runners.trial import Measurement, RungTask, read_metrics
+from runners.features.store import FeatureStore
+from runners.search.executor import Event, Executor, Failure, Finished, Progress
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.search.study import Record, Study
+from runners.training.trial import Measurement, RungTask, read_metrics
 
 POLL_SECONDS = 0.5
 

@@ -15,14 +15,14 @@ from archspec.resolve import resolve
 from archspec.schema import Document
 from archspec.spec import DraftSpec
 from archspec.weights import SPEC_FILE, WEIGHTS_FILE, load_draft
-from runners.acceptance import Acceptance, measure_acceptance, spans
-from runners.decoding import decode_plain, decode_speculative
+from runners.features.store import FeatureStore
+from runners.features.target import load_target
 from runners.progress import Meter
-from runners.settings import EvalSettings, TrainSettings
-from runners.store import FeatureStore
-from runners.target import load_target
-from runners.training import StepReport
-from runners.trial import ORIGIN_FILE, WEIGHTS_FOLDER, Measurement, RungTask, run_rung
+from runners.training.acceptance import Acceptance, measure_acceptance, spans
+from runners.training.decoding import decode_plain, decode_speculative
+from runners.training.settings import EvalSettings, TrainSettings
+from runners.training.trainer import StepReport
+from runners.training.trial import ORIGIN_FILE, WEIGHTS_FOLDER, Measurement, RungTask, run_rung
 
 SETTINGS_FILE = "train.json"
 DEFAULT_HOLDOUT = 0.1

@@ -15,20 +15,20 @@ from archspec.facts import TargetFacts
 from archspec.presets import load_spec
 from archspec.resolve import aux_layer_id
 from archspec.schema import Document
-from runners.capture import capture
-from runners.conversations import read_conversations
-from runners.executor import Executor
-from runners.local import LocalExecutor
-from runners.report import write_leaderboard, write_provenance, write_results
-from runners.result import BestConfig
-from runners.run_folder import RunFolder
-from runners.search import Search, Watcher
-from runners.search_file import SearchFile
-from runners.settings import TrainSettings
-from runners.store import FeatureStore
-from runners.study import require_baselines
-from runners.target import load_target, target_facts
-from runners.training import pick_device
+from runners.features.capture import capture
+from runners.features.conversations import read_conversations
+from runners.features.store import FeatureStore
+from runners.features.target import load_target, target_facts
+from runners.search.driver import Search, Watcher
+from runners.search.executor import Executor
+from runners.search.local import LocalExecutor
+from runners.search.report import write_leaderboard, write_provenance, write_results
+from runners.search.result import BestConfig
+from runners.search.run_folder import RunFolder
+from runners.search.search_file import SearchFile
+from runners.search.study import require_baselines
+from runners.training.settings import TrainSettings
+from runners.training.trainer import pick_device
 from search_spaces import apply_overrides, require_feasible
 
 Report = Callable[[str], None]

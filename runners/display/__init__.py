@@ -1,0 +1,1 @@
+"""How runs and specs are shown to people."""

@@ -1,0 +1,1 @@
+"""The target, its text, and the feature store that every trial reads."""

@@ -1,0 +1,1 @@
+"""Many drafts: the search file, the study, the runners of trials, and what was found."""

@@ -1,0 +1,1 @@
+"""One draft: training, acceptance, decoding, and a trial as a plain function."""
