@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from archspec.errors import ArchspecError
-from runners.display.view import Row, Running, View, clock
+from runners.display.view import READ_COLUMNS, Row, Running, View, clock
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
 
@@ -74,9 +74,14 @@ def _state(folder: RunFolder, progress: dict[str, Any]) -> tuple[str, str]:
 
 def _leaderboard(folder: RunFolder) -> list[dict[str, str]]:
     try:
-        return list(csv.DictReader(io.StringIO(folder.leaderboard.read_text(encoding="utf-8"))))
+        rows = list(csv.DictReader(io.StringIO(folder.leaderboard.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         return []
+    lacking = sorted(READ_COLUMNS - set(rows[0])) if rows else []
+    if lacking:
+        rule = "it was written by another version, or edited"
+        raise ArchspecError(f"{folder.leaderboard}: column {lacking[0]} is missing; {rule}")
+    return rows
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -33,6 +33,27 @@ class Running:
         return asdict(self)
 
 
+READ_COLUMNS = frozenset(
+    [
+        "rank",
+        "trial",
+        "name",
+        "baseline",
+        "state",
+        "rungs",
+        "train_tokens",
+        "acceptance_length",
+        "low",
+        "high",
+        "seeds",
+        "params",
+        "tokens_per_second",
+        "failure_kind",
+        "own_text",
+    ]
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One architecture as a leaderboard row tells it, with what it is doing now."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from archspec.errors import ArchspecError
 from runners.display.status import PROGRESS_FILE, SILENT_SECONDS, read_status
 from runners.display.view import Row, Running, View, clock, count, render
 
@@ -147,3 +148,11 @@ def test_status_tells_a_live_search_from_a_dead_one(
     seen, data = read_status(tmp_path)
     assert data["state"] == state
     assert note in seen.note
+
+
+def test_status_names_a_column_that_is_missing(tmp_path: Path) -> None:
+    search = "target: {model: m}\ndata: {conversations: [t.jsonl]}\nfeatures: f\nspace: norms\n"
+    (tmp_path / "search.yaml").write_text(f"{search}budget: {{trials: 1, rungs: [9]}}\n")
+    (tmp_path / "leaderboard.csv").write_text("rank,trial\n1,0\n")
+    with pytest.raises(ArchspecError, match=r"leaderboard.csv: column acceptance_length is missing; it was written by"):
+        read_status(tmp_path)
