@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runners.features.store import FeatureStore
 
+ROUND_TO = 16  # lengths are padded to a multiple, because oneDNN keeps a kernel for every shape that it ever saw
 BUCKET_BATCHES = 16  # documents of this many batches are sorted by length together: little padding, still shuffled
 
 
@@ -36,7 +37,7 @@ def read_batch(store: FeatureStore, documents: Sequence[int], layer_ids: Sequenc
     """Copy these documents out of the memory-mapped store into one padded batch, in fp32."""
     features = [store.read(index, layer_ids) for index in documents]
     lengths = [len(f.tokens) for f in features]
-    shape = (len(features), max(lengths))
+    shape = (len(features), round_up(max(lengths)))
     hidden = features[0].last.shape[-1]
     tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
     aux, last = torch.zeros(*shape, len(layer_ids), hidden), torch.zeros(*shape, hidden)
@@ -45,6 +46,11 @@ def read_batch(store: FeatureStore, documents: Sequence[int], layer_ids: Sequenc
         aux[row, :length], last[row, :length] = f.aux, f.last
     tokens, mask, aux, last = (part.to(device) for part in (tokens, mask, aux, last))
     return Batch(tokens, mask, aux, last, tuple(documents), sum(lengths))
+
+
+def round_up(length: int) -> int:
+    """The next multiple of ``ROUND_TO``."""
+    return -(-length // ROUND_TO) * ROUND_TO
 
 
 def epoch_batches(lengths: dict[int, int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

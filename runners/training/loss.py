@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runners.training.batches import round_up
 from runners.training.teacher import Teacher
 
 CHUNK_ELEMENTS = (
@@ -23,6 +24,7 @@ class Targets:
 
     Row t at step s predicts x_{t+2+s}, so position i is the target of row i - 1 - s at step s. ``positions`` [P] are
     flat indices b * T + i of every position that at least step 0 reaches; ``valid`` [S, P] says which steps reach it.
+    P is rounded up by positions that no step reaches, so that products come in few shapes.
     """
 
     positions: Tensor
@@ -33,7 +35,10 @@ class Targets:
         """Positions i whose predicted token x_{i+1} is a response token, in sequences that are padded on the right."""
         predicted_BT = F.pad(response_mask_BT[:, 1:], (0, 1))
         predicted_BT[:, 0] = False  # no row lies before position 0
-        positions = predicted_BT.flatten().nonzero().squeeze(-1)
+        counted = predicted_BT.flatten().nonzero().squeeze(-1)
+        positions = F.pad(
+            counted, (0, round_up(len(counted)) - len(counted))
+        )  # position 0 is out of every step's reach
         i = positions % response_mask_BT.shape[1]
         return cls(positions, torch.stack([i >= step + 1 for step in range(steps)]))
 

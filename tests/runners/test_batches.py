@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runners.features.store import FeatureStore
-from runners.training.batches import epoch_batches, length_batches, read_batch
+from runners.training.batches import epoch_batches, length_batches, read_batch, round_up
 from tests.runners.drafts import everything
 
 
@@ -85,4 +85,10 @@ def test_a_batch_is_what_the_store_holds_padded_on_the_right(tiny_store: Feature
         assert torch.equal(batch.last[row, :length], features.last)
         assert not batch.response_mask[row, length:].any()
         assert not batch.last[row, length:].any()
-    assert batch.tokens.shape[1] == max(tiny_store.documents[index].length for index in documents)
+    longest = max(tiny_store.documents[index].length for index in documents)
+    assert batch.tokens.shape[1] == round_up(longest)
+
+
+def test_lengths_come_in_few_sizes() -> None:
+    """For every new shape oneDNN keeps a kernel, and memory would grow with the number of lengths in the data."""
+    assert [round_up(length) for length in (1, 15, 16, 17, 512)] == [16, 16, 16, 32, 512]
