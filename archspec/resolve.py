@@ -77,7 +77,7 @@ class ResolvedSpec(DraftSpec):
                 raise field_error("inputs.aux_layers", f"{rule} (0 is its embedding); use at most {target.num_layers}")
         if list(ids) != sorted(set(ids)):
             rule = f"ids must rise without repeats, but are {list(ids)} for a target of {target.num_layers} layers"
-            raise field_error("inputs.aux_layers", f"{rule}; write the ids out")
+            raise field_error("inputs.aux_layers", f"{rule}; use {sorted(set(ids))}")
         if self.inputs.norm == "target" and ids != (target.num_layers,):
             raise field_error(
                 "inputs.norm", f"target is the norm after layer {target.num_layers}; use aux_layers: [last]"

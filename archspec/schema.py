@@ -4,7 +4,7 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -25,14 +25,24 @@ class Closed(BaseModel):
     @classmethod
     def _know_every_key(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            for key in data:
-                if key not in cls.model_fields:
-                    rule = nearest(key, cls.model_fields)
-                    raise PydanticCustomError("unknown_key", "unknown key; {rule}", {"key": str(key), "rule": rule})
+            unknown = [str(key) for key in data if key not in cls.model_fields]
+            if unknown:
+                others = f"; also unknown: {', '.join(unknown[1:])}" if unknown[1:] else ""
+                rule = f"{_belongs(unknown[0], cls) or nearest(unknown[0], cls.model_fields)}{others}"
+                raise PydanticCustomError("unknown_key", "unknown key; {rule}", {"key": unknown[0], "rule": rule})
         elif not isinstance(data, BaseModel):
             keys = ", ".join(cls.model_fields)
             raise PydanticCustomError("not_a_mapping", f"must be a mapping with keys from {keys}")
         return data
+
+
+def _belongs(key: str, model: type[BaseModel]) -> str | None:
+    """Where a misplaced key belongs, if a part of ``model`` has it: ``it is a key of attention``."""
+    for name, field_info in model.model_fields.items():
+        for part in (field_info.annotation, *get_args(field_info.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel) and key in part.model_fields:
+                return f"it is a key of {name}: {name}.{key}"
+    return None
 
 
 def field_error(path: str, rule: str) -> PydanticCustomError:

@@ -359,13 +359,34 @@ def test_train_eval_export_one_draft(world: World, tmp_path: Path) -> None:
     own_holdout = json.loads(answered("eval", tmp_path / "one", "-f", world.features, "--json"))
     assert own_holdout["acceptance"] == told["acceptance"]
     message = refused("eval", tmp_path / "one", "-f", world.features, "--holdout", 0.5)
-    assert "holdout=0.5: the draft was trained on this store with a holdout of 0.3" in message
+    assert "holdout=0.5: the draft was trained with a holdout of 0.3; a larger one would measure" in message
+    origin = tmp_path / "one/draft/origin.json"
+    right = origin.read_text()
+    origin.write_text(right.replace(json.loads(right)["target"], "another-target"))
+    for words in (("eval",), ("export", "-o", tmp_path / "wrong")):
+        message = refused(words[0], tmp_path / "one", "-f", world.features, *words[1:])
+        assert "the draft was trained for target another-target, but the target of" in message
+    origin.write_text(right)
     answered("export", tmp_path / "one", "-f", world.features, "-o", tmp_path / "a")
     answered("export", tmp_path / "one", "-t", world.target, "-o", tmp_path / "b")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
     assert "exists; choose a new folder" in refused(
         "export", tmp_path / "one", "-f", world.features, "-o", tmp_path / "a"
     )
+
+
+@pytest.mark.usefixtures("few_threads")
+def test_training_that_cannot_go_on_is_told_and_can_be_mended(world: World, tmp_path: Path) -> None:
+    spec = write(tmp_path / "spec.yaml", SPEC)
+    command = ["train", spec, "-f", world.features, "--rungs", "300,600", "--batch-tokens", 256, "--threads", 1]
+    out = tmp_path / "one"
+    assert "device 'tpu': choose from auto, cpu" in refused(*command, "-o", out, "--device", "tpu")
+    assert "device 'cuda:7': this machine has" in refused(*command, "-o", out, "--device", "cuda:7")
+    assert "holdout must lie between 0 and 1" in refused(*command, "-o", out, "--holdout", 1.5)
+    assert not out.exists()  # nothing is left that would stop the next try
+    message = refused(*command, "-o", out, "--holdout", 0.3, "--learning-rate", 1e30)
+    assert "training diverged" in message
+    assert "use a lower learning rate" in message
 
 
 # A search

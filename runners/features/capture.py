@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from archspec.errors import ArchspecError, nearest
-from archspec.files import write_text
+from archspec.files import exclusive, write_text
 from runners.features.chat import Tokenized, TokenizedSet, template_hash, tokenize_all
 from runners.features.conversations import Conversation, digest
 from runners.features.shards import ShardWriter, save_or_tell
@@ -97,10 +97,11 @@ def capture(
     _check_tokens(texts, target)
     plan = plan_capture(target, texts, layers, out, dtype)
     _announce(plan, texts, layers, out, key, report)
-    writer = ShardWriter(out, layers, target.facts.num_layers, DTYPES[dtype], shard_tokens)
-    checks = _forward_all(target, texts.kept, writer, batch_tokens, plan.tokens, on_progress)
-    _report_checks(checks, report)
-    _finish(target, texts, writer, key, layers, checks, sources)
+    with exclusive(out, "another process captures into this folder"):
+        writer = ShardWriter(out, layers, target.facts.num_layers, DTYPES[dtype], shard_tokens)
+        checks = _forward_all(target, texts.kept, writer, batch_tokens, plan.tokens, on_progress)
+        _report_checks(checks, report)
+        _finish(target, texts, writer, key, layers, checks, sources)
     return FeatureStore.open(out)
 
 

@@ -62,11 +62,14 @@ def generate_responses(
     ``on_progress`` gets conversations done, conversations in all, and tokens generated in this call.
 
     Raises:
-        ArchspecError: a prompt leaves no room for an answer, or ``out_path`` holds answers of another target or
-            temperature, or a broken line before its last.
+        ArchspecError: a prompt leaves no room for an answer, or ``out_path`` holds answers of another target,
+            temperature or prompt, or a broken line before its last.
     """
     _check_options(max_new_tokens, temperature, batch_size)
     done = _already_answered(out_path, target, temperature)
+    for one in conversations:
+        if one.id in done and done[one.id].prompt() != one.prompt():
+            raise ArchspecError(f"{out_path}: conversation {one.id} answers another prompt; write to a new file")
     todo = list({one.id: one for one in conversations if one.id not in done}.values())
     rows = [_Row(one, _prompt(target, one), _random(seed, one.id)) for one in todo]
     rows.sort(key=lambda row: -len(row.prompt))  # longest first: the batch that may not fit in memory comes at once
@@ -164,18 +167,18 @@ def _append(path: Path, rows: Sequence[Conversation]) -> None:
         os.fsync(file.fileno())
 
 
-def _already_answered(path: Path, target: Target, temperature: float) -> set[str]:
+def _already_answered(path: Path, target: Target, temperature: float) -> dict[str, Conversation]:
     """Ids in ``path``; a last line without its newline, left by a kill while it was written, is cut off first."""
     if not path.exists():
-        return set()
+        return {}
     whole = path.read_bytes()
     complete = whole[: whole.rfind(b"\n") + 1]
     if len(complete) < len(whole):
         with path.open("r+b") as file:
             file.truncate(len(complete))
     if not complete.strip():
-        return set()
-    return {row.id for row in _check_rows(path, target, temperature)}
+        return {}
+    return {row.id: row for row in _check_rows(path, target, temperature)}
 
 
 def _check_rows(path: Path, target: Target, temperature: float) -> Iterator[Conversation]:

@@ -272,7 +272,9 @@ def read_manifest(path: Path) -> Manifest | None:
             )
         return Manifest.model_validate_json(text)
     except (ValidationError, UnicodeDecodeError, OSError) as error:
-        raise ArchspecError(f"{file}: damaged manifest ({str(error).splitlines()[0]}); capture again") from error
+        raise ArchspecError(
+            f"{file}: damaged manifest ({str(error).splitlines()[0]}); remove this folder and capture again"
+        ) from error
 
 
 class _Version(BaseModel):
@@ -305,18 +307,24 @@ def edges_digest(path: Path) -> str:
 def _check_entry(folder: Path, entry: FileEntry, same: Callable[[Path, FileEntry], bool]) -> None:
     path = folder / entry.name
     if not path.is_file():
-        raise ArchspecError(f"{path}: this file of the feature store is missing; capture again")
+        raise ArchspecError(f"{path}: this file of the feature store is missing; remove this folder and capture again")
     if (size := path.stat().st_size) != entry.size:
-        raise ArchspecError(f"{path}: damaged, {size} bytes where the manifest says {entry.size}; capture again")
+        raise ArchspecError(
+            f"{path}: damaged, {size} bytes where the manifest says {entry.size}; remove this folder and capture again"
+        )
     if not same(path, entry):
-        raise ArchspecError(f"{path}: damaged, its content is not what was captured (checksum); capture again")
+        raise ArchspecError(
+            f"{path}: damaged, its content is not what was captured (checksum); remove this folder and capture again"
+        )
 
 
 def _reading(path: Path) -> safe_open:
     try:
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ArchspecError(f"{path}: damaged, cannot be read ({error}); capture again") from error
+        raise ArchspecError(
+            f"{path}: damaged, cannot be read ({error}); remove this folder and capture again"
+        ) from error
 
 
 def _unit_hash(text: str) -> float:

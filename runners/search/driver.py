@@ -118,9 +118,12 @@ class Search:
         if isinstance(result, Failure):
             if result.retry and self._may_retry(task):
                 self._submit(task)
-            elif task.seed == self.file.seed:
+                return
+            if task.seed == self.file.seed:
                 self.study.fail(record, result)
-                self._count_failure(result)
+            else:
+                self.study.fail_repeat(record, task, result)
+            self._count_failure(result)
         elif task.seed != self.file.seed:
             record.repeats.append(result)
         else:
@@ -156,10 +159,16 @@ class Search:
             self._pump()
 
     def _finalists(self) -> list[Record]:
-        """The best by the search's own seed alone, so that repeats do not change who is repeated."""
+        """The best by the search's own seed alone, so that repeats do not change who is repeated.
+
+        The best baseline is always among them: a mean over seeds is not to be compared with a single lucky run.
+        """
         value = self.file.objective.value
         ordered = sorted(self._complete(), key=lambda record: value(record.measurements[-1].acceptance), reverse=True)
-        return ordered[: self.file.budget.finalists]
+        finalists = ordered[: self.file.budget.finalists]
+        if not any(record.baseline for record in finalists):
+            finalists += [record for record in ordered if record.baseline][:1]
+        return finalists
 
     def _task(self, record: Record, rung: int) -> RungTask:
         return RungTask(

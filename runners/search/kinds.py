@@ -1,4 +1,4 @@
-"""Files told apart by their keys, and checked as what they are. No torch unless a search is checked for a target."""
+"""Files told apart by their keys, and checked as what they are. No torch."""
 
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,6 +10,7 @@ from archspec.facts import TargetFacts
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.schema import Document
 from archspec.spec import DraftSpec
+from runners.search.checks import check_alone, check_fit
 from runners.search.result import BestConfig
 from runners.search.search_file import SearchFile
 from search_spaces import Space, require_feasible
@@ -52,11 +53,13 @@ def check_file(path: Path, facts: TargetFacts | None = None) -> Kind:
         loaded: BaseModel = Space.load(str(path) if path.suffix else str(path.absolute()))
     else:
         loaded = document.validate(SCHEMAS[kind])
-    if facts is not None:
-        try:
+    try:
+        if isinstance(loaded, SearchFile):
+            check_alone(loaded)
+        if facts is not None:
             _check_fit(loaded, facts, document)
-        except ArchspecError as error:
-            raise ArchspecError("\n".join(_named(line, str(path)) for line in str(error).splitlines())) from None
+    except ArchspecError as error:
+        raise ArchspecError("\n".join(_named(line, str(path)) for line in str(error).splitlines())) from None
     return kind
 
 
@@ -83,9 +86,7 @@ def _check_fit(loaded: BaseModel, facts: TargetFacts, document: Document) -> Non
         case Space():
             require_feasible(loaded, facts)
         case SearchFile():
-            from runners.search.session import check
-
-            check(loaded, facts)
+            check_fit(loaded, facts)
 
 
 def _named(line: str, source: str) -> str:

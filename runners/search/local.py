@@ -52,7 +52,7 @@ class LocalExecutor:
         """See ``Executor``."""
         task.directory.mkdir(parents=True, exist_ok=True)
         here, there = self._context.Pipe(duplex=False)
-        threads = task.train.threads or max(1, (os.cpu_count() or 1) // self._concurrent)
+        threads = task.train.threads or max(1, usable_cores() // self._concurrent)
         process = self._context.Process(target=_run_in_child, args=(task, there, threads), daemon=True)
         process.start()
         there.close()
@@ -103,6 +103,12 @@ class LocalExecutor:
         return Finished(running.task, result)
 
 
+def usable_cores() -> int:
+    """Cores that this process may use, which a container or a batch system may limit."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def _death(exitcode: int | None) -> Failure:
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
@@ -147,4 +153,5 @@ def outcome_of(task: RungTask, on_step: Callable[[StepReport], None]) -> Measure
         return Failure("error", str(error))
     except Exception as error:
         traceback.print_exc()
-        return Failure("error", f"{type(error).__name__}: {error}")
+        no_memory = "can't allocate memory" in str(error)  # torch's CPU allocator raises a plain RuntimeError
+        return Failure("out_of_memory" if no_memory else "error", f"{type(error).__name__}: {error}")

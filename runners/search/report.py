@@ -34,10 +34,11 @@ def write_results(search: Search, ranked: Sequence[Record]) -> BestConfig:
     winner = ranked[0]
     write_leaderboard(search)
     best = best_config(search, ranked)
-    write_json(search.folder.best_config, best.model_dump(mode="json"))
+    search.folder.best_config.unlink(missing_ok=True)  # never a config beside another draft's weights
     for file in sorted((search.folder.trial(winner.number) / WEIGHTS_FOLDER).iterdir()):
         with replacing(search.folder.best / file.name) as temporary:
             shutil.copyfile(file, temporary)
+    write_json(search.folder.best_config, best.model_dump(mode="json"))
     return best
 
 
@@ -86,20 +87,32 @@ def judge(ranked: Sequence[Record]) -> Verdict:
     rival = ranked[1]
     ours, theirs = seed_lengths(winner), seed_lengths(rival)
     margin = statistics.fmean(ours) - statistics.fmean(theirs)
-    lead = f"{winner.name} leads {rival.name} by {margin:.4f}"
+    failed = f"; {len(winner.failed_repeats)} of its seeds failed" if winner.failed_repeats else ""
     if min(len(ours), len(theirs)) < 2:
-        overlap = winner.measurements[-1].acceptance["low"] <= rival.measurements[-1].acceptance["high"]
-        seeds = "one seed" if len(ours) == len(theirs) else "a single seed of the latter"
-        text = f"{lead} on {seeds}; their intervals {'overlap' if overlap else 'do not overlap'}"
+        text = _without_noise(winner, rival, margin) + failed
         return Verdict(sureness="one seed only", margin=margin, noise=None, text=text)
     noise = seed_noise(ours, theirs)
-    text = f"{lead}; seed noise of the difference is {noise:.4f} (95 %, {len(ours)} and {len(theirs)} seeds)"
+    text = (
+        f"{winner.name} leads {rival.name} by {margin:.4f}; seed noise of the difference is {noise:.4f} "
+        f"(95 %, {len(ours)} and {len(theirs)} seeds)"
+    )
     if margin > noise:
-        return Verdict(sureness="outside seed noise", margin=margin, noise=noise, text=text)
+        return Verdict(sureness="outside seed noise", margin=margin, noise=noise, text=text + failed)
     cheaper = min((winner, rival), key=lambda record: draft_params(record.spec))
     size = f"{cheaper.name} is the cheaper of the two ({draft_params(cheaper.spec):,} parameters)"
-    text = f"{text}: not a real difference, and {size}"
+    text = f"{text}: not a real difference, and {size}{failed}"
     return Verdict(sureness="inside seed noise", margin=margin, noise=noise, text=text)
+
+
+def _without_noise(winner: Record, rival: Record, margin: float) -> str:
+    """What a single seed of the rival lets one say; repeated records rank first, so the margin may be negative."""
+    if len(winner.repeats) > len(rival.repeats):
+        beside = "above" if margin >= 0 else "below"
+        means = f"{winner.name}'s mean of {1 + len(winner.repeats)} seeds is {abs(margin):.4f} {beside}"
+        return f"{means} {rival.name}'s single seed; only the former was repeated"
+    overlap = winner.measurements[-1].acceptance["low"] <= rival.measurements[-1].acceptance["high"]
+    intervals = f"their intervals {'overlap' if overlap else 'do not overlap'}"
+    return f"{winner.name} leads {rival.name} by {margin:.4f} on one seed; {intervals}"
 
 
 def seed_noise(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -176,6 +189,7 @@ def _row(search: Search, record: Record, rank: int | None) -> dict[str, Any]:
         "low": _rounded(acceptance.get("low")),
         "high": _rounded(acceptance.get("high")),
         "seeds": len(record.repeats) + bool(last),
+        "failed_seeds": len(record.failed_repeats),
         "seed_std": _rounded(statistics.stdev(seed_lengths(record)) if record.repeats else None),
         "acceptance_rate": _rounded(acceptance.get("rate")),
         **{f"alpha_{step}": _rounded(conditional[step]) for step in range(k)},
@@ -185,6 +199,7 @@ def _row(search: Search, record: Record, rank: int | None) -> dict[str, Any]:
         "loss": _rounded(last.loss if last else None),
         "tokens_per_second": last.tokens_per_second if last else "",
         "train_seconds": round(sum(m.seconds for m in record.measurements), 1),
+        "dtype": last.dtype if last else "",
         "seed": search.file.seed,
         "data": search.store.fingerprint,
         "own_text": search.store.manifest.text_origin == "own",

@@ -95,7 +95,6 @@ class RunFolder:
                 f"{path}: the run was made with other values of {', '.join(changed)} (see {folder.search_file}); "
                 "a changed search is a new run: choose another folder with --out"
             )
-        write_text(folder.search_file, file.dump())
         return folder, file
 
     def mend_journal(self) -> None:

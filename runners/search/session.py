@@ -3,22 +3,21 @@
 ``prepare`` raises whatever is wrong before anything is trained; ``execute`` may be interrupted and prepared again.
 """
 
-import fcntl
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from archspec.errors import ArchspecError, nearest
+from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
+from archspec.files import exclusive, write_text
 from archspec.presets import load_spec
 from archspec.resolve import aux_layer_id
-from archspec.schema import Document
 from runners.features.capture import capture
 from runners.features.conversations import read_conversations
 from runners.features.store import FeatureStore
 from runners.features.target import load_target, target_facts
+from runners.search.checks import check_alone, check_fit
 from runners.search.driver import Search, Watcher
 from runners.search.executor import Executor
 from runners.search.local import LocalExecutor
@@ -26,13 +25,14 @@ from runners.search.report import write_leaderboard, write_provenance, write_res
 from runners.search.result import BestConfig
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
-from runners.search.study import require_baselines
+from runners.training.device import compute_dtype, pick_device
 from runners.training.settings import TrainSettings
-from runners.training.trainer import pick_device
-from search_spaces import apply_overrides, require_feasible
+from search_spaces import apply_overrides
 
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
+
+VERIFIED_BYTES = 50 * 10**9  # a minute or two of reading
 
 
 @dataclass(frozen=True)
@@ -68,41 +68,38 @@ def prepare(
         folder = RunFolder(out)
     facts = target_facts(file.target.model, file.target.trust_remote_code)
     check(file, facts)
+    file = file.model_copy(update={"train": _settled(file.train)})
     store = open_features(file, facts, folder, report, on_progress)
+    _verify(store, report)
     store.split(file.data.holdout)
     if not resume:
         folder = RunFolder.begin(out, file)
     return Prepared(folder, file, store)
 
 
+def _settled(train: TrainSettings) -> TrainSettings:
+    """Training settings in which ``dtype: auto`` is what it means here, so that a resume elsewhere keeps to it."""
+    return train.model_copy(update={"dtype": compute_dtype(train.dtype, pick_device(train.device))})
+
+
+def _verify(store: FeatureStore, report: Report) -> None:
+    """Read every checksum of a store that is not too large for it: damage in a shard's middle would be silent."""
+    if store.size > VERIFIED_BYTES:
+        report(f"features: {store.path} is too large to verify in whole; only the edges of its files were checked")
+        return
+    store.verify()
+
+
 def check(file: SearchFile, facts: TargetFacts) -> None:
-    """Everything about a search that its target's dimensions decide.
+    """Everything about a search that can be told before its target is loaded.
 
     Raises:
-        ArchspecError: a setting that the space draws is none, a baseline does not fit, or no draft of the space does.
+        ArchspecError: a setting or path is wrong, a device is not there, a baseline does not fit, or no draft does.
     """
-    require_train_choices(file)
-    require_baselines(file, facts)
-    require_feasible(file.space, facts, file.fixed, file.constraints)
-
-
-def require_train_choices(file: SearchFile) -> None:
-    """Check that every ``train.NAME`` of the space is a training setting and takes every value drawn for it.
-
-    Raises:
-        ArchspecError: it does not; the message names the choice, the value and the rule.
-    """
-    for parameter in file.space.parameters(file.space.greatest_depth):
-        if parameter.path.kind != "train":
-            continue
-        (name, *below), domain = parameter.path.field, parameter.domain
-        if name not in TrainSettings.model_fields or below:
-            known = [f"train.{field}" for field in TrainSettings.model_fields]
-            raise ArchspecError(f"space: choices.{parameter.name}: no such setting; {nearest(parameter.name, known)}")
-        labels = domain.labels() if domain.size is not None else (domain.low, domain.high)
-        for label in labels:
-            settings = file.train.model_dump() | {name: domain.value(label)}
-            Document(settings, f"space: choices.{parameter.name}").validate(TrainSettings)
+    pick_device(file.target.device)
+    pick_device(file.train.device)
+    check_alone(file)
+    check_fit(file, facts)
 
 
 def aux_layers(file: SearchFile, facts: TargetFacts) -> list[int]:
@@ -160,7 +157,8 @@ def execute(prepared: Prepared, watcher: Watcher, executor: Executor | None = No
         ArchspecError: another process searches in this folder, too many trials failed, or none came to an end.
     """
     file, folder = prepared.file, prepared.folder
-    with alone_in(folder.path):
+    with exclusive(folder.path, "another process is searching in this folder; watch it with archspec status"):
+        write_text(folder.search_file, file.dump())
         search = Search(folder, file, prepared.store, executor or make_executor(file), watcher)
         if not folder.provenance.exists():
             write_provenance(folder, search)
@@ -175,19 +173,3 @@ def make_executor(file: SearchFile) -> Executor:
     """The runner that the file asks for."""
     minutes = file.budget.rung_minutes
     return LocalExecutor(file.runner.concurrent, None if minutes is None else minutes * 60)
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system drops when this process ends in whatever way.
-
-    Raises:
-        ArchspecError: another process holds it.
-    """
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            rule = "another process is searching in this folder; watch it with archspec status"
-            raise ArchspecError(f"{folder}: {rule}") from None
-        yield

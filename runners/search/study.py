@@ -1,8 +1,9 @@
 """The search's memory: an Optuna study in a journal that this process alone writes, and one record per architecture."""
 
+import json
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import optuna
@@ -12,7 +13,7 @@ from optuna.trial import TrialState
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
-from archspec.files import write_text
+from archspec.files import write_json, write_text
 from archspec.presets import load_spec
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.spec import DraftSpec
@@ -20,11 +21,12 @@ from archspec.weights import SPEC_FILE
 from runners.search.executor import Failure
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
-from runners.training.trial import Measurement, read_metrics
+from runners.training.trial import METRICS_FILE, Measurement, RungTask, read_metrics
 from search_spaces import Candidate, Infeasible, apply_overrides, locate, sample
 
 MAX_REPEATS = 60  # draws in a row that bring nothing new before the space counts as exhausted
 REPEATS_BEFORE_RANDOM = 5
+FAILURE_FILE = "failure.json"
 
 State = Literal["running", "complete", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
@@ -37,7 +39,11 @@ _STATES: dict[TrialState, State] = {
 
 @dataclass
 class Record:
-    """One architecture that is or was trained: ``measurements`` are its rungs, ``repeats`` its other seeds."""
+    """One architecture that is or was trained.
+
+    ``measurements`` are its rungs, ``repeats`` its other seeds at the full budget, ``failed_repeats`` those without a
+    result, by seed.
+    """
 
     number: int
     candidate: Candidate
@@ -46,6 +52,7 @@ class Record:
     failure: Failure | None = None
     measurements: list[Measurement] = field(default_factory=list)
     repeats: list[Measurement] = field(default_factory=list)
+    failed_repeats: dict[int, Failure] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -59,7 +66,11 @@ class Record:
 
 
 class Study:
-    """Asks Optuna for candidates and tells it how they did. Every method leaves the journal whole."""
+    """Asks Optuna for candidates and tells it how they did. Every method leaves the journal whole.
+
+    Raises:
+        ArchspecError: the folder's journal and its trials do not belong together, or a trial's measurements are gone.
+    """
 
     def __init__(self, folder: RunFolder, file: SearchFile, facts: TargetFacts) -> None:
         self._folder, self._file, self._facts = folder, file, facts
@@ -70,13 +81,16 @@ class Study:
             lock = JournalFileOpenLock(str(folder.study))
             storage = JournalStorage(JournalFileBackend(str(folder.study), lock_obj=lock))
             self._study = optuna.create_study(
-                study_name=f"drafts-{file.space.hash}",
+                study_name="drafts",
                 storage=storage,
                 direction="maximize",
                 load_if_exists=True,
                 pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=file.budget.reduction),
             )
             self._sampler = self._make_sampler(len(self._study.trials))
+        if not self._study.trials and any(folder.path.glob("trials/*")):
+            rule = "its trials are there but the study's journal is empty or lost; begin a new run with --out"
+            raise ArchspecError(f"{folder.study}: {rule}")
         self.records: dict[int, Record] = {}
         self.infeasible: int = 0
         for frozen in self._study.trials:
@@ -138,6 +152,11 @@ class Study:
         record.failure = failure
         self._trial(record).set_user_attr("failure", {"kind": failure.kind, "reason": failure.reason})
         self._close(record, "failed", None)
+
+    def fail_repeat(self, record: Record, task: RungTask, failure: Failure) -> None:
+        """Keep why a finalist has no result for a seed; a resume tries that seed again."""
+        record.failed_repeats[task.seed] = failure
+        write_json(task.directory / FAILURE_FILE, {"seed": task.seed, "kind": failure.kind, "reason": failure.reason})
 
     def _draw_baseline(self, name: str) -> Record | None:
         """Begin a baseline that has no record yet."""
@@ -220,12 +239,19 @@ class Study:
         failure = Failure(**attributes["failure"]) if "failure" in attributes else None
         record = Record(frozen.number, candidate, attributes["baseline"], _STATES[frozen.state], failure)
         record.measurements = read_metrics(self._folder.trial(frozen.number))
-        record.repeats = list(self._repeats(frozen.number))
+        if record.state in ("complete", "pruned") and not record.measurements:
+            where = self._folder.trial(frozen.number) / METRICS_FILE
+            raise ArchspecError(f"{where}: the trial's measurements are gone; begin a new run with --out")
+        for offset in range(1, self._file.budget.seeds):
+            self._remember_repeat(record, self._folder.trial(frozen.number, offset))
         self.records[frozen.number] = record
 
-    def _repeats(self, number: int) -> Iterable[Measurement]:
-        for offset in range(1, self._file.budget.seeds):
-            yield from read_metrics(self._folder.trial(number, offset))
+    def _remember_repeat(self, record: Record, directory: Path) -> None:
+        measured, failure = read_metrics(directory), directory / FAILURE_FILE
+        record.repeats += measured
+        if not measured and failure.exists():
+            told = json.loads(failure.read_text(encoding="utf-8"))
+            record.failed_repeats[told["seed"]] = Failure(told["kind"], told["reason"])
 
     def _trial(self, record: Record) -> optuna.Trial:
         """Optuna's handle on a trial of this or an earlier process."""
@@ -245,18 +271,3 @@ class Study:
 
     def _random(self, repeats: int) -> optuna.samplers.BaseSampler:
         return optuna.samplers.RandomSampler(seed=self._file.seed + 7919 * (len(self._study.trials) + repeats))
-
-
-def require_baselines(file: SearchFile, facts: TargetFacts) -> None:
-    """Check every baseline before anything is trained.
-
-    Raises:
-        ArchspecError: a baseline does not fit the target under ``fixed``, or is the same architecture as another.
-    """
-    names: dict[str, str] = {}
-    for name in file.baselines:
-        written = apply_overrides(load_spec(name), file.fixed, f"baseline {name} with fixed")
-        hash_ = resolve(written, facts, f"baseline {name} with fixed").hash
-        if hash_ in names:
-            raise ArchspecError(f"baselines: {names[hash_]} and {name} are the same architecture; leave one out")
-        names[hash_] = name

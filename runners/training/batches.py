@@ -88,7 +88,7 @@ def _buckets(indices: list[int], lengths: dict[int, int], bucket_tokens: int) ->
 def _fill(ordered: list[int], lengths: dict[int, int], batch_tokens: int) -> list[list[int]]:
     batches: list[list[int]] = []
     for index in ordered:
-        longest = max([lengths[index], *(lengths[other] for other in batches[-1])]) if batches else 0
+        longest = round_up(max([lengths[index], *(lengths[other] for other in batches[-1])])) if batches else 0
         if batches and longest * (len(batches[-1]) + 1) <= batch_tokens:
             batches[-1].append(index)
         else:

@@ -20,8 +20,9 @@ from runners.features.target import load_target
 from runners.progress import Meter
 from runners.training.acceptance import Acceptance, measure_acceptance, spans
 from runners.training.decoding import decode_plain, decode_speculative
+from runners.training.device import pick_device
 from runners.training.settings import EvalSettings, TrainSettings
-from runners.training.trainer import StepReport
+from runners.training.trainer import DivergedError, StepReport
 from runners.training.trial import ORIGIN_FILE, WEIGHTS_FOLDER, Measurement, RungTask, run_rung
 
 SETTINGS_FILE = "train.json"
@@ -63,6 +64,8 @@ def begin_training(written: Document, store: FeatureStore, out: Path, training: 
     """
     resolved = resolve(written.validate(DraftSpec), store.facts, written)
     store.require(resolved.inputs.aux_layers)
+    store.split(training.holdout)
+    pick_device(training.train.device)
     record = {
         "spec": resolved.model_dump(mode="json"),
         "features": store.fingerprint,
@@ -89,9 +92,16 @@ def begin_training(written: Document, store: FeatureStore, out: Path, training: 
 
 
 def run_rungs(task: RungTask, on_step: Callable[[StepReport], None]) -> Iterator[Measurement]:
-    """Train rung after rung; those that were measured before are answered from the record."""
+    """Train rung after rung; those that were measured before are answered from the record.
+
+    Raises:
+        ArchspecError: training diverged, or the store does not fit.
+    """
     for rung in range(len(task.rungs)):
-        yield run_rung(task.at(rung), on_step)
+        try:
+            yield run_rung(task.at(rung), on_step)
+        except DivergedError as error:
+            raise ArchspecError(f"{task.directory}: training diverged: {error}; use a lower learning rate") from None
 
 
 def shown(meter: Meter, total: int) -> Callable[[StepReport], None]:
@@ -125,6 +135,7 @@ def open_draft(path: Path, store: FeatureStore) -> Draft:
         ArchspecError: there is none, or it was made for another target, or reads a layer that the store lacks.
     """
     folder = find_draft(path)
+    _require_target(folder, store.manifest.key.target, f"the target of {store.path}")
     draft = load_draft(folder, store.weights())
     if draft.spec.target != store.facts:
         raise ArchspecError(f"{folder}: the draft is for a target of other dimensions than that of {store.path}")
@@ -135,16 +146,16 @@ def open_draft(path: Path, store: FeatureStore) -> Draft:
 def heldout(path: Path, store: FeatureStore, holdout: float | None) -> list[int]:
     """Conversations of ``store`` that the draft meant by ``path`` was not trained on; by default its own holdout.
 
+    Which side a conversation is on depends on its id alone, so the draft's holdout is right for any store.
+
     Raises:
-        ArchspecError: ``holdout`` is larger than the share that was held out when the draft was trained on this store.
+        ArchspecError: ``holdout`` is larger than the share that was held out when the draft was trained.
     """
-    file = find_draft(path) / ORIGIN_FILE
-    origin = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    trained_here = origin.get("features") == store.fingerprint
-    if trained_here and holdout is not None and holdout > origin["holdout"]:
-        rule = f"the draft was trained on this store with a holdout of {origin['holdout']:g}"
-        raise ArchspecError(f"holdout={holdout:g}: {rule}, so a larger one would measure on what it was trained on")
-    return store.split(holdout or origin.get("holdout", DEFAULT_HOLDOUT))[1]
+    own = _origin(find_draft(path)).get("holdout", DEFAULT_HOLDOUT)
+    if holdout is not None and holdout > own:
+        rule = f"the draft was trained with a holdout of {own:g}"
+        raise ArchspecError(f"holdout={holdout:g}: {rule}; a larger one would measure on conversations it has seen")
+    return store.split(own if holdout is None else holdout)[1]
 
 
 def export_draft(
@@ -160,11 +171,26 @@ def export_draft(
     if features is not None:
         LAYOUTS[layout](open_draft(path, FeatureStore.open(features)), out)
         return
-    target = load_target(model or "", "float32", "cpu", trust_remote_code)
-    draft = load_draft(find_draft(path), target.weights)
+    folder, target = find_draft(path), load_target(model or "", "float32", "cpu", trust_remote_code)
+    _require_target(folder, target.fingerprint, str(model))
+    draft = load_draft(folder, target.weights)
     if draft.spec.target != target.facts:
         raise ArchspecError(f"{path}: the draft is for a target of other dimensions than {model}")
     LAYOUTS[layout](draft, out)
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    """What the draft in ``folder`` was trained on, as far as it says."""
+    file = folder / ORIGIN_FILE
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return data
+
+
+def _require_target(folder: Path, fingerprint: str, name: str) -> None:
+    """Two models of equal sizes are two targets: a draft joined to the wrong one loads, and nothing is accepted."""
+    own = _origin(folder).get("target", fingerprint)
+    if own != fingerprint:
+        raise ArchspecError(f"{folder}: the draft was trained for target {own}, but {name} is target {fingerprint}")
 
 
 @dataclass(frozen=True)

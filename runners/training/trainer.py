@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from archspec.modules import Draft
 from archspec.unroll import unroll
 from runners.features.store import FeatureStore
 from runners.training.batches import Batch, epoch_batches, read_batch
+from runners.training.device import autocast, pick_device
 from runners.training.loss import Targets, unroll_loss
 from runners.training.settings import TrainSettings
 from runners.training.teacher import Teacher
@@ -57,8 +57,9 @@ class Progress:
     seconds: float = field(default=0.0, compare=False)
 
     def take_loss(self, loss: float) -> None:
-        """Count one step's loss."""
-        self.mean_loss = loss if self.step == 0 else 0.95 * self.mean_loss + 0.05 * loss
+        """Count one step's loss: a plain mean over the first twenty, after that the last count for more."""
+        share = max(0.05, 1 / (self.step + 1))
+        self.mean_loss = loss if self.step == 0 else (1 - share) * self.mean_loss + share * loss
 
 
 class Trainer:
@@ -194,24 +195,3 @@ class Trainer:
 
     def _named_trainable(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return ((name, p) for name, p in self.draft.named_parameters() if p.requires_grad)
-
-
-def pick_device(device: str) -> str:
-    """``auto`` is the first CUDA device if there is one, else the CPU."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def autocast(dtype: str, device: str) -> AbstractContextManager[object]:
-    """bf16 compute over fp32 weights if asked for; ``auto`` asks where the device multiplies bf16 natively."""
-    kind = "cuda" if device.startswith("cuda") else "cpu"
-    if dtype == "bfloat16" or (dtype == "auto" and _native_bf16(kind)):
-        return torch.autocast(kind, dtype=torch.bfloat16)
-    return nullcontext()
-
-
-def _native_bf16(kind: str) -> bool:
-    if kind == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from archspec.builder import adopt_target, build_draft
+from archspec.errors import ArchspecError
 from archspec.files import write_json, write_text
 from archspec.modules import Draft
 from archspec.resolve import ResolvedSpec
@@ -20,8 +21,9 @@ from archspec.vocabulary import choose_vocabulary
 from archspec.weights import save_draft
 from runners.features.store import FeatureStore
 from runners.training.acceptance import measure_acceptance
+from runners.training.device import compute_dtype, pick_device
 from runners.training.settings import EvalSettings, TrainSettings
-from runners.training.trainer import StepReport, Trainer, pick_device
+from runners.training.trainer import StepReport, Trainer
 
 CHECKPOINT_SECONDS = 60.0
 METRICS_FILE, CHECKPOINT_FILE, LOG_FILE, WEIGHTS_FOLDER = "metrics.jsonl", "checkpoint.safetensors", "log.txt", "draft"
@@ -56,9 +58,12 @@ class RungTask:
 class Measurement:
     """What a draft was worth at a rung: its acceptance, and what the training took.
 
-    ``seconds`` is training time alone, ``peak_memory`` the process's peak resident bytes.
+    ``draft`` is the architecture's hash, ``dtype`` what training multiplied in. ``seconds`` is training time alone,
+    ``peak_memory`` the process's peak resident bytes.
     """
 
+    draft: str
+    dtype: str
     rung: int
     tokens: int
     seed: int
@@ -85,10 +90,12 @@ def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: N
 
     Raises:
         DivergedError: the loss or a gradient is not finite.
-        ArchspecError: the store does not fit the spec.
+        ArchspecError: the store does not fit the spec, or the folder holds another draft's measurements.
     """
     done = read_metrics(task.directory)
     for measurement in done:
+        if (measurement.draft, measurement.seed) != (task.spec.hash, task.seed):
+            raise ArchspecError(f"{task.directory}: holds the measurements of another draft or seed; clear the folder")
         if measurement.rung == task.rung:
             return measurement
     _use_threads(task.train)
@@ -108,6 +115,7 @@ def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: N
     acceptance = measure_acceptance(draft, store, heldout, task.evaluate, device)
     save_draft(draft, task.directory / WEIGHTS_FOLDER)
     origin = {
+        "target": store.manifest.key.target,
         "features": store.fingerprint,
         "holdout": task.holdout,
         "seed": task.seed,
@@ -115,6 +123,8 @@ def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: N
     }
     write_json(task.directory / WEIGHTS_FOLDER / ORIGIN_FILE, origin)
     measurement = Measurement(
+        draft=task.spec.hash,
+        dtype=compute_dtype(task.train.dtype, device),
         rung=task.rung,
         tokens=trainer.progress.tokens,
         seed=task.seed,
@@ -171,7 +181,7 @@ def _saving(trainer: Trainer, checkpoint: Path, on_step: Callable[[StepReport], 
 def peak_memory(device: str) -> int:
     """Peak bytes so far: of the CUDA allocator on CUDA, else of this process's resident set."""
     if device.startswith("cuda"):
-        return int(torch.cuda.max_memory_allocated())
+        return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from archspec import files
+from archspec.errors import ArchspecError
 
 
 def test_text(tmp_path: Path) -> None:
@@ -72,3 +73,12 @@ def test_the_old_file_is_there_until_the_new_one_is(tmp_path: Path) -> None:
         temporary.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
+
+
+def test_a_lock_is_held_by_one_and_freed_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    rule = "somebody works here"
+    with files.exclusive(folder, rule), pytest.raises(ArchspecError, match=f"new: {rule}"):
+        files.exclusive(folder, rule).__enter__()
+    with files.exclusive(folder, rule):
+        pass

@@ -37,11 +37,11 @@ def resolved(layer: dict[str, Any] | None = None, target: TargetFacts = TOY, **f
         ),
         (
             {"inputs": {"aux_layers": ["high", "low"]}},
-            f"{AUX}: ids must rise without repeats, but are [5, 2] for a target of 8 layers; write the ids out",
+            f"{AUX}: ids must rise without repeats, but are [5, 2] for a target of 8 layers; use [2, 5]",
         ),
         (
             {"inputs": {"aux_layers": [2, "low"]}},
-            f"{AUX}: ids must rise without repeats, but are [2, 2] for a target of 8 layers; write the ids out",
+            f"{AUX}: ids must rise without repeats, but are [2, 2] for a target of 8 layers; use [2]",
         ),
         (
             {"inputs": {"aux_layers": [7], "norm": "target"}},
@@ -113,7 +113,7 @@ def test_without_a_file_the_spec_is_named() -> None:
 
 
 def test_small_targets_have_no_default_aux_layers() -> None:
-    with pytest.raises(ArchspecError, match=r"\[2, 2, 1\] for a target of 4 layers; write the ids out"):
+    with pytest.raises(ArchspecError, match=r"\[2, 2, 1\] for a target of 4 layers; use \[1, 2\]"):
         resolved(target=TOY.model_copy(update={"num_layers": 4}))
 
 

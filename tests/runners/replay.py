@@ -90,6 +90,8 @@ def measured(task: RungTask, length: float, width: float = 0.02) -> Measurement:
         by_category={"chat": {"length": length, "cycles": 100.0, "conversations": 10}},
     )
     return Measurement(
+        draft=task.spec.hash,
+        dtype="float32",
         rung=task.rung,
         tokens=task.rungs[task.rung],
         seed=task.seed,

@@ -26,8 +26,8 @@ from tests.runners.replay import ReplayExecutor, by_formula, measured, new_folde
 from tests.runners.tasks import rung_task
 
 COLUMNS = (  # as the file's first line
-    "rank,trial,name,baseline,state,rungs,train_tokens,acceptance_length,low,high,seeds,seed_std,acceptance_rate,"
-    "alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,loss,tokens_per_second,train_seconds,seed,data,"
+    "rank,trial,name,baseline,state,rungs,train_tokens,acceptance_length,low,high,seeds,failed_seeds,seed_std,acceptance_rate,"
+    "alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,loss,tokens_per_second,train_seconds,dtype,seed,data,"
     "own_text,learning_rate,failure_kind,failure,hash"
 )
 

@@ -13,11 +13,12 @@ from archspec.schema import Document
 from runners.display.live import Pace, PlainLines, describe, view_of
 from runners.display.status import read_status
 from runners.features.store import FeatureStore
+from runners.search.checks import check_fit, require_train_choices
 from runners.search.driver import Search
 from runners.search.executor import Event, Finished, Started
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
-from runners.search.session import Prepared, alone_in, aux_layers, check, execute, open_features, require_train_choices
+from runners.search.session import Prepared, aux_layers, execute, open_features
 from runners.training.trainer import StepReport
 from runners.training.trial import Measurement, RungTask
 
@@ -74,16 +75,8 @@ def test_training_choices_must_be_settings(choices: dict[str, Any], message: str
 
 def test_a_space_without_feasible_drafts_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ArchspecError, match="no draft of the space can be used: of 2 drawn, 1 failed because params"):
-        check(search_file(constraints={"params": {"max": 1000}}), FACTS)
-    check(search_file(), FACTS)
-
-
-def test_one_process_at_a_time_searches_in_a_folder(tmp_path: Path) -> None:
-    again = alone_in(tmp_path)
-    with alone_in(tmp_path), pytest.raises(ArchspecError, match="another process is searching in this folder"):
-        again.__enter__()
-    with alone_in(tmp_path):
-        pass
+        check_fit(search_file(constraints={"params": {"max": 1000}}), FACTS)
+    check_fit(search_file(), FACTS)
 
 
 def test_a_resumed_run_wants_the_store_that_it_began_with(tiny_store: FeatureStore, tmp_path: Path) -> None:
@@ -108,10 +101,10 @@ class Oracle:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self.submitted: list[tuple[int, int]] = []
+        self.submitted: list[tuple[int, int, int]] = []
 
     def submit(self, task: RungTask) -> None:
-        self.submitted.append((task.number, task.rung))
+        self.submitted.append((task.number, task.rung, task.seed))
         length = 1.5 + len(task.spec.layers) / 10
         acceptance = {
             "length": length,
@@ -121,7 +114,9 @@ class Oracle:
             "conditional": [0.1] * 4,
         }
         goal = task.rungs[task.rung]
-        result = Measurement(task.rung, goal, task.seed, 1.0, acceptance, 1.0, float(goal), 0)
+        result = Measurement(
+            task.spec.hash, "float32", task.rung, goal, task.seed, 1.0, acceptance, 1.0, float(goal), 0
+        )
         if task.rung == len(task.rungs) - 1:
             draft = task.directory / "draft"
             draft.mkdir(parents=True, exist_ok=True)
@@ -173,7 +168,9 @@ def test_a_search_is_seen_alike_from_inside_and_outside(prepared: Prepared) -> N
     words = [line for line, _, _ in watcher.seen]
     assert words[0] == "trial 0 eagle3: rung 1 of 2 begins, to 100 tokens"
     assert words[3] == "trial 0 eagle3: rung 2 of 2, acceptance length 1.6000 [1.5900, 1.6100], 200 tokens/s; done"
-    assert words[-1] == "trial 1 d2, seed 2: rung 1 of 1, acceptance length 1.7000 [1.6900, 1.7100], 200 tokens/s"
+    seed_2 = "seed 2: rung 1 of 1, acceptance length"  # the winner's, and the best baseline's beside it
+    assert f"trial 1 d2, {seed_2} 1.7000 [1.6900, 1.7100], 200 tokens/s" in words
+    assert words[-1] == f"trial 0 eagle3, {seed_2} 1.6000 [1.5900, 1.6100], 200 tokens/s"
     assert {state for _, state, _ in watcher.seen} == {"running"}
     assert best.name == "d2"
     view, data = read_status(prepared.folder.path)
@@ -196,8 +193,8 @@ def test_what_was_measured_but_not_told_is_not_trained_again(prepared: Prepared)
     after = Search(prepared.folder, prepared.file, prepared.store, oracle, Silent())
     after.execute()
     assert after.study.records[0].state == "complete"
-    assert (0, 0) not in oracle.submitted
-    assert (0, 1) not in oracle.submitted
+    again = [number for number, _, seed in oracle.submitted if seed == prepared.file.seed]
+    assert set(again) == {1}
 
 
 def test_time_left_follows_the_tokens_that_are_left(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,11 @@ from optuna.trial import TrialState
 from archspec.errors import ArchspecError
 from runners.features.store import FeatureStore
 from runners.search import study as study_module
+from runners.search.checks import require_baselines
 from runners.search.executor import Failure
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
-from runners.search.study import Record, Study, require_baselines
+from runners.search.study import Record, Study
 from runners.training.trial import RungTask, write_metrics
 from tests.runners.drafts import SETTINGS
 from tests.runners.replay import measured, new_folder, search_file

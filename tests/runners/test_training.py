@@ -15,7 +15,8 @@ from runners.features.capture import capture
 from runners.features.store import FeatureStore
 from runners.features.target import Target
 from runners.training.batches import read_batch
-from runners.training.trainer import DivergedError, Trainer, autocast, pick_device
+from runners.training.device import autocast, pick_device
+from runners.training.trainer import DivergedError, Trainer
 from runners.training.trial import make_draft
 from tests.runners.drafts import SETTINGS, everything, largest_gap, new_trainer, run, single_thread, tiny_spec
 from tests.runners.tiny import conversation, tiny_config, tiny_model, tiny_tokenizer

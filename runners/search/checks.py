@@ -1,0 +1,67 @@
+"""What is wrong with a search file beyond its schema. No torch: ``archspec validate`` uses it too."""
+
+from archspec.errors import ArchspecError, nearest
+from archspec.facts import TargetFacts
+from archspec.presets import load_spec
+from archspec.resolve import resolve
+from archspec.schema import Document
+from runners.search.search_file import SearchFile
+from runners.training.settings import TrainSettings
+from search_spaces import apply_overrides, require_feasible
+
+
+def check_alone(file: SearchFile) -> None:
+    """Check what needs no target: text files, ``fixed`` values, and what the space draws for training.
+
+    Raises:
+        ArchspecError: a file is missing, a path is no field of a spec, or a value breaks a rule.
+    """
+    for path in file.data.conversations:
+        if not path.is_file():
+            raise ArchspecError(f"data.conversations: {path}: no such conversations file")
+    apply_overrides(file.space.base, {"depth": file.space.greatest_depth} | file.fixed, "fixed")
+    require_train_choices(file)
+
+
+def check_fit(file: SearchFile, facts: TargetFacts) -> None:
+    """Check what the target's dimensions decide.
+
+    Raises:
+        ArchspecError: a baseline does not fit or stands twice, or no draft of the space can be used.
+    """
+    require_baselines(file, facts)
+    require_feasible(file.space, facts, file.fixed, file.constraints)
+
+
+def require_baselines(file: SearchFile, facts: TargetFacts) -> None:
+    """Check every baseline before anything is trained.
+
+    Raises:
+        ArchspecError: a baseline does not fit the target under ``fixed``, or is the same architecture as another.
+    """
+    names: dict[str, str] = {}
+    for name in file.baselines:
+        written = apply_overrides(load_spec(name), file.fixed, f"baseline {name} with fixed")
+        hash_ = resolve(written, facts, f"baseline {name} with fixed").hash
+        if hash_ in names:
+            raise ArchspecError(f"baselines: {names[hash_]} and {name} are the same architecture; leave one out")
+        names[hash_] = name
+
+
+def require_train_choices(file: SearchFile) -> None:
+    """Check that every ``train.NAME`` of the space is a training setting and takes every value drawn for it.
+
+    Raises:
+        ArchspecError: it does not; the message names the choice, the value and the rule.
+    """
+    for parameter in file.space.parameters(file.space.greatest_depth):
+        if parameter.path.kind != "train":
+            continue
+        (name, *below), domain = parameter.path.field, parameter.domain
+        if name not in TrainSettings.model_fields or below:
+            known = [f"train.{field}" for field in TrainSettings.model_fields]
+            raise ArchspecError(f"space: choices.{parameter.name}: no such setting; {nearest(parameter.name, known)}")
+        labels = domain.labels() if domain.size is not None else (domain.low, domain.high)
+        for label in labels:
+            settings = file.train.model_dump() | {name: domain.value(label)}
+            Document(settings, f"space: choices.{parameter.name}").validate(TrainSettings)
