@@ -128,23 +128,29 @@ def require_feasible(
     """Make sure that the space can yield a draft for this target, by trying all of a small space or many draws.
 
     Raises:
-        ArchspecError: it cannot; the message gives the most frequent reason. Or ``fixed`` is wrong by itself.
+        ArchspecError: it cannot; the message gives the most frequent reason, or of drafts that break constraints the
+            one that comes nearest. Or ``fixed`` is wrong by itself.
     """
     fixed = fixed or {}
     reasons: Counter[str] = Counter()
+    beyond: list[tuple[float, str]] = []
     for choose in _choosers(space, fixed):
         try:
             spec = _draw(space, choose, facts, fixed).spec
-            reason = constraints.reason(spec) if constraints else None
         except Infeasible as error:
-            reason = error.reason
-        if reason is None:
+            reasons[error.reason] += 1
+            continue
+        reason = constraints.reason(spec) if constraints else None
+        if constraints is None or reason is None:
             return
-        reasons[reason] += 1
+        beyond.append((sum(constraints.violations(spec).values()), reason))
     deepest = {"depth": space.greatest_depth} if "depth" in space.choices else {}
     apply_overrides(space.base, dict(fixed) | deepest, "fixed")
-    (reason, count), tried = reasons.most_common(1)[0], reasons.total()
-    raise ArchspecError(f"no draft of the space can be used: of {tried} drawn, {count} failed because {reason}")
+    tried = f"no draft of the space can be used: of {reasons.total() + len(beyond)} drawn,"
+    if beyond:
+        raise ArchspecError(f"{tried} {len(beyond)} break the constraints, the nearest one as {min(beyond)[1]}")
+    reason, count = reasons.most_common(1)[0]
+    raise ArchspecError(f"{tried} {count} failed because {reason}")
 
 
 def _suggest(trial: "optuna.trial.BaseTrial", name: str, domain: Domain) -> Label:

@@ -261,3 +261,19 @@ _PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, 
 @given(st.recursive(_PLAIN, lambda x: st.lists(x, max_size=4) | st.dictionaries(_TEXT, x, max_size=4), max_leaves=8))
 def test_what_is_written_is_read_back(data: object) -> None:
     assert parse(to_yaml({"x": data})) == {"x": data}
+
+
+class Part(Closed):
+    depth: int = 1
+
+
+class Whole(Closed):
+    name: str = ""
+    part: Part = Part()
+
+
+def test_a_misplaced_key_is_told_its_place_and_all_unknown_keys_are_named() -> None:
+    with pytest.raises(ArchspecError, match=r"f:1: depth: unknown key; it is a key of part: part.depth$"):
+        Document.parse("depth: 2", "f").validate(Whole)
+    with pytest.raises(ArchspecError, match=r"f:1: nam: unknown key; did you mean 'name'\?.*; also unknown: b, c$"):
+        Document.parse("{nam: x, b: 1, c: 2}", "f").validate(Whole)

@@ -138,3 +138,11 @@ def test_a_prompt_without_room_for_an_answer(tmp_path: Path) -> None:
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ArchspecError, match=r"batch_size must be at least 1 .* but got 20, 0, 0\.0"):
         generate(tmp_path / "out.jsonl", batch=0)
+
+
+def test_an_id_that_stands_for_another_prompt_is_refused(tmp_path: Path) -> None:
+    """Skipping it as answered would pair the new prompt's id with the old prompt's answer."""
+    generate(tmp_path / "out.jsonl", PROMPTS[:1])
+    changed = PROMPTS[0].model_copy(update={"messages": PROMPTS[1].messages})
+    with pytest.raises(ArchspecError, match=r"out.jsonl: conversation p1 answers another prompt; write to a new file"):
+        generate(tmp_path / "out.jsonl", [changed])

@@ -212,3 +212,15 @@ def test_without_a_rival(records: Any) -> None:
     verdict = judge([records("wide", [1.5, 1.6])])
     assert (verdict.sureness, verdict.margin) == ("no rival", None)
     assert verdict.text == "wide is the only architecture that finished"
+
+
+def test_a_mean_over_seeds_beside_a_lucky_run_may_be_below_it(records: Any) -> None:
+    verdict = judge([records("wide", [1.4, 1.5]), records("plain", [1.6])])
+    assert verdict.sureness == "one seed only"
+    assert verdict.text == ("wide's mean of 2 seeds is 0.1500 below plain's single seed; only the former was repeated")
+
+
+def test_failed_seeds_are_told(records: Any) -> None:
+    winner = records("wide", [1.49, 1.5])
+    winner.failed_repeats[2] = Failure("diverged", "loss nan")
+    assert judge([winner, records("plain", [1.3, 1.31])]).text.endswith("; 1 of its seeds failed")

@@ -74,7 +74,7 @@ def test_training_choices_must_be_settings(choices: dict[str, Any], message: str
 
 
 def test_a_space_without_feasible_drafts_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ArchspecError, match="no draft of the space can be used: of 2 drawn, 1 failed because params"):
+    with pytest.raises(ArchspecError, match="of 2 drawn, 2 break the constraints, the nearest one as params"):
         check_fit(search_file(constraints={"params": {"max": 1000}}), FACTS)
     check_fit(search_file(), FACTS)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -281,3 +282,33 @@ def test_a_baseline_that_does_not_fit_is_told_before_anything_is_trained(tiny_st
         match=r"baseline eagle3 with fixed: inputs.aux_layers: layer 9 is beyond the target, whose layers are 1 to 3",
     ):
         require_baselines(file, tiny_store.facts)
+
+
+def test_a_lost_journal_does_not_begin_a_new_study_over_old_trials(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    """Trial numbers would start at 0 again, and a new draft be answered with an old one's figures."""
+    one, folder = study(tiny_store, tmp_path / "run"), RunFolder(tmp_path / "run")
+    tell(one, draw(one), folder, tiny_store, 0, 1.3)
+    folder.study.unlink()
+    with pytest.raises(ArchspecError, match=r"study.log: its trials are there but the study's journal is empty"):
+        study(tiny_store, tmp_path / "run")
+
+
+def test_measurements_that_are_gone_are_named(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    one, folder = study(tiny_store, tmp_path / "run"), RunFolder(tmp_path / "run")
+    record = draw(one)
+    for rung in range(3):
+        tell(one, record, folder, tiny_store, rung, 1.3)
+    (folder.trial(record.number) / "metrics.jsonl").unlink()
+    with pytest.raises(ArchspecError, match=r"0000/metrics.jsonl: the trial's measurements are gone"):
+        study(tiny_store, tmp_path / "run")
+
+
+def test_a_failed_repeat_stays_on_record(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    file = search_file(tiny_store, {"seeds": 3})
+    one, folder = study(tiny_store, tmp_path / "run", file), RunFolder(tmp_path / "run")
+    record = draw(one)
+    task = replace(task_of(record, folder, tiny_store, 0, seed=1), directory=folder.trial(record.number, 1))
+    one.fail_repeat(record, task, Failure("diverged", "loss nan"))
+    again = study(tiny_store, tmp_path / "run", file).records[record.number]
+    assert again.failed_repeats == {1: Failure("diverged", "loss nan")}
+    assert again.repeats == []
