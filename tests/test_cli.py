@@ -141,6 +141,10 @@ def test_show_as_written_resolved_and_with_a_target(world: World, tmp_path: Path
     shown = answered("show", spec, "--target", world.target)
     assert "aux_layers: [2, 4, 5]" in shown
     assert "layers.0 attention" in shown
+    assert "SpecForge's layout" not in shown
+    norms = write(tmp_path / "norms.yaml", SPEC | {"layers": [{"fusion": "concat", "attention": {"qk_norm": True}}]})
+    told = answered("show", norms, "--target", world.target)
+    assert "SpecForge's layout cannot hold this draft:\n  layers.0.attention.qk_norm = true: use false" in told
     data = json.loads(answered("show", spec, "--target", world.target, "--json"))
     assert sum(part["trainable_params"] for part in data["parts"].values()) == data["cost"]["trainable_params"]
 
@@ -345,8 +349,20 @@ def test_capture_generates_and_captures_in_one_go(world: World, tmp_path: Path) 
 def test_train_eval_export_one_draft(world: World, tmp_path: Path) -> None:
     spec = write(tmp_path / "spec.yaml", SPEC)
     command = ["train", spec, "-f", world.features, "-o", tmp_path / "one", "--rungs", "300,600", "--holdout", 0.3]
-    command += ["--batch-tokens", 256, "--ttt-steps", 2, "--threads", 1]
+    command += [
+        "--batch-tokens",
+        256,
+        "--ttt-steps",
+        2,
+        "--threads",
+        1,
+        "--set",
+        "warmup=0.2",
+        "--set",
+        "dtype=float32",
+    ]
     assert "acceptance length 1." in answered(*command)
+    assert json.loads((tmp_path / "one/train.json").read_text())["train"]["warmup"] == 0.2
     again = json.loads(answered(*command, "--json"))  # answered from the record
     assert [result["rung"] for result in again] == [0, 1]
     assert "other values of seed" in refused(*command, "--seed", 1)
@@ -385,6 +401,8 @@ def test_training_that_cannot_go_on_is_told_and_can_be_mended(world: World, tmp_
     assert "holdout must lie between 0 and 1" in refused(*command, "-o", out, "--holdout", 1.5)
     assert not out.exists()  # nothing is left that would stop the next try
     message = refused(*command, "-o", out, "--holdout", 0.3, "--learning-rate", 1e30)
+    assert "did you mean 'learning_rate_rule'?" in refused(*command, "-o", out, "--set", "learning_rate_rul=constant")
+    assert "--set warmup: write NAME=VALUE" in refused(*command, "-o", out, "--set", "warmup")
     assert "training diverged" in message
     assert "use a lower learning rate" in message
 

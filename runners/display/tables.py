@@ -192,3 +192,11 @@ def _written(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
+
+
+def layout_notes(spec: ResolvedSpec) -> list[str]:
+    """What an export would refuse, so that nobody trains first and learns it afterwards. Loads torch."""
+    from archspec.specforge import unsupported
+
+    found = unsupported(spec)
+    return ["", "SpecForge's layout cannot hold this draft:", *(f"  {line}" for line in found)] if found else []
