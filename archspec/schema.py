@@ -141,6 +141,23 @@ def dotted(location: Sequence[str | int]) -> str:
     return ".".join(str(part) for part in location)
 
 
+class ClosedFile(Closed):
+    """A closed model that is a file of its own."""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read one from YAML or JSON.
+
+        Raises:
+            ArchspecError: the file cannot be read or breaks a rule; the message names file, line, value and rule.
+        """
+        return Document.load(path).validate(cls)
+
+    def dump(self) -> str:
+        """As YAML with every default written out; loading it gives an equal one."""
+        return to_yaml(self.model_dump(mode="json"))
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's idea of plain scalars: ``1e-3`` and ``60e3`` are numbers, ``no`` and ``on`` are words."""
 

@@ -6,12 +6,11 @@ stream that enters a layer, ``N`` an RMSNorm, ``h`` the draft's hidden size, ``h
 """
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
-from archspec.schema import Closed, Document, field_error, to_yaml
+from archspec.schema import Closed, ClosedFile, field_error
 
 AUX_NAMES = ("low", "middle", "high", "last")
 
@@ -180,7 +179,7 @@ class HeadSpec(Closed):
     norm: Literal["own", "none"] = "own"
 
 
-class DraftSpec(Closed):
+class DraftSpec(ClosedFile):
     """A whole draft. ``feedback`` is the state that the next draft step is fed: before or after the final norm."""
 
     name: Annotated[str, AfterValidator(_one_line)]
@@ -202,16 +201,3 @@ class DraftSpec(Closed):
         if self.feedback == "post_norm" and self.head.norm == "none":
             raise ValueError("feedback: post_norm needs head.norm: own; use pre_norm")
         return self
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a spec from YAML or JSON.
-
-        Raises:
-            ArchspecError: the file cannot be read or breaks a rule; the message names file, line, value and rule.
-        """
-        return Document.load(path).validate(cls)
-
-    def dump(self) -> str:
-        """The spec as YAML with every default written out; loading it gives an equal spec."""
-        return to_yaml(self.model_dump(mode="json"))

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 
 from archspec.errors import ArchspecError
 from archspec.presets import load_spec
-from archspec.schema import Closed, Document, field_error, to_yaml
+from archspec.schema import Closed, ClosedFile, field_error
 from runners.training.settings import EvalSettings, Fraction, TrainSettings
 from search_spaces import Constraints, SpaceReference
 
@@ -108,7 +108,7 @@ def _known_spec(name: str) -> str:
     return name
 
 
-class SearchFile(Closed):
+class SearchFile(ClosedFile):
     """One search. ``fixed`` are spec values (dotted path: value) that every candidate and baseline has."""
 
     target: TargetSettings
@@ -134,21 +134,8 @@ class SearchFile(Closed):
             raise field_error("budget.trials", f"{rule}; use at least {len(self.baselines)}")
         return self
 
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a search file.
-
-        Raises:
-            ArchspecError: the file cannot be read or breaks a rule; the message names file, line, value and rule.
-        """
-        return Document.load(path).validate(cls)
-
     def must_not_change(self) -> dict[str, Any]:
         """What a resume must find as it was: all but how long the search goes on and where it runs."""
         places = {"target": {"device"}, "train": {"device", "threads"}, "features": {"path"}}
         data = self.model_dump(mode="json", exclude={"runner": True, "budget": True, **places})
         return data | {"budget.rungs": list(self.budget.rungs), "budget.reduction": self.budget.reduction}
-
-    def dump(self) -> str:
-        """The file as YAML with every default and the whole space written out; loading it gives an equal search."""
-        return to_yaml(self.model_dump(mode="json"))
