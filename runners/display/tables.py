@@ -1,5 +1,6 @@
 """What commands show of specs and measurements. No torch."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,9 +30,12 @@ def presets() -> list[dict[str, Any]]:
 
 def presets_table() -> Table:
     """The presets for people."""
-    table = _table("name", "layers", "fusion", "what it is")
+    table = _table("name", "fusion of its layers", "what it is")
+    table.columns[0].no_wrap = True
     for preset in presets():
-        table.add_row(preset["name"], str(preset["layers"]), ", ".join(preset["fusion"]), preset["about"])
+        kinds = [(kind, len(list(group))) for kind, group in itertools.groupby(preset["fusion"])]
+        fusion = ", ".join(kind if count == 1 else f"{kind} x {count}" for kind, count in kinds)
+        table.add_row(preset["name"], fusion, preset["about"])
     return table
 
 
