@@ -26,19 +26,10 @@ from runners.search.search_file import SearchFile
 from search_spaces import Candidate, Space, ready_space_names
 from search_spaces.constraints import Bound, ByteBound
 from search_spaces.domains import Labelled, Range
+from tests.smollm2 import SMOLLM2
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"])
-SMOLLM2 = TargetFacts(
-    model_type="llama",
-    hidden_size=576,
-    num_layers=30,
-    vocab_size=49152,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-)
 
 
 # Reading a page

@@ -31,18 +31,6 @@ TOY = TargetFacts(
     intermediate_size=24,
 )
 
-SMOLLM2 = TargetFacts(
-    model_type="llama",
-    hidden_size=576,
-    num_layers=30,
-    vocab_size=49152,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-    rope_theta=100_000,
-    norm_eps=1e-5,
-)
 
 # PyYAML folds the line breaks of YAML 1.1 (next line, line and paragraph separator) even inside quotes.
 PRINTABLE = st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"])

@@ -9,7 +9,8 @@ from archspec.errors import ArchspecError
 from archspec.presets import load_preset
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.spec import DraftSpec
-from tests.archspec.strategies import SMOLLM2, TOY
+from tests.archspec.strategies import TOY
+from tests.smollm2 import SMOLLM2
 
 # EAGLE-3 for SmolLM2-135M: hidden 576, 9 heads and 3 key heads of 64, intermediate 1536, vocabulary 49,152 -> 32,000.
 EMBEDDING = 49_152 * 576

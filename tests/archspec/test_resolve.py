@@ -11,7 +11,8 @@ from archspec.presets import load_preset
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.schema import Document
 from archspec.spec import DraftSpec
-from tests.archspec.strategies import SMOLLM2, TOY, draft_specs
+from tests.archspec.strategies import TOY, draft_specs
+from tests.smollm2 import SMOLLM2
 
 AUX = "inputs.aux_layers"
 

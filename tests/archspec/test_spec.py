@@ -12,7 +12,8 @@ from archspec.presets import load_document, load_preset, load_spec, preset_names
 from archspec.resolve import resolve
 from archspec.schema import Document
 from archspec.spec import DraftSpec
-from tests.archspec.strategies import SMOLLM2, draft_specs
+from tests.archspec.strategies import draft_specs
+from tests.smollm2 import SMOLLM2
 
 PRESETS = [
     "eagle1",

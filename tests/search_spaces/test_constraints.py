@@ -5,24 +5,15 @@ import pytest
 
 from archspec.cost import draft_params, flops_per_token, trainable_params, weight_bytes
 from archspec.errors import ArchspecError
-from archspec.facts import TargetFacts
 from archspec.presets import load_preset
 from archspec.resolve import resolve
 from archspec.schema import Document
 from search_spaces.constraints import Bound, ByteBound, Constraints
+from tests.smollm2 import SMOLLM2
 
 SPEC = resolve(
     load_preset("eagle3"),
-    TargetFacts(
-        model_type="llama",
-        hidden_size=576,
-        num_layers=30,
-        vocab_size=49152,
-        heads=9,
-        kv_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-    ),
+    SMOLLM2,
 )
 
 

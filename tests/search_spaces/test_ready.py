@@ -9,17 +9,8 @@ from archspec.facts import TargetFacts
 from archspec.presets import load_preset, preset_names
 from search_spaces.sampling import Infeasible, apply_overrides, locate, require_feasible, sample
 from search_spaces.space import Space, ready_space_names
+from tests.smollm2 import SMOLLM2
 
-SMOLLM2 = TargetFacts(
-    model_type="llama",
-    hidden_size=576,
-    num_layers=30,
-    vocab_size=49152,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-)
 TOY = TargetFacts(
     model_type="llama",
     hidden_size=64,

@@ -7,7 +7,6 @@ import optuna
 import pytest
 
 from archspec.errors import ArchspecError
-from archspec.facts import TargetFacts
 from archspec.presets import load_preset
 from archspec.resolve import resolve
 from archspec.schema import Document
@@ -15,17 +14,9 @@ from archspec.spec import DraftSpec
 from search_spaces.constraints import Bound, Constraints
 from search_spaces.sampling import Candidate, Infeasible, apply_overrides, locate, require_feasible, sample
 from search_spaces.space import Space
+from tests.smollm2 import SMOLLM2
 
-FACTS = TargetFacts(
-    model_type="llama",
-    hidden_size=576,
-    num_layers=30,
-    vocab_size=49152,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    intermediate_size=1536,
-)
+FACTS = SMOLLM2
 SMALL_TARGET = FACTS.model_copy(update={"vocab_size": 512, "num_layers": 8})
 
 
