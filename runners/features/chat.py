@@ -15,6 +15,7 @@ from torch import Tensor
 
 from archspec.errors import ArchspecError
 from runners.features.conversations import Conversation, Message
+from runners.features.spans import Span, assistant_spans, check_calls, ends_with, next_token, special_pattern
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -28,7 +29,7 @@ class Tokenized:
 
     tokens: Tensor
     response_mask: Tensor
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     own: bool = False
 
 
@@ -49,8 +50,8 @@ def tokenize(conversation: Conversation, tokenizer: Any, max_length: int, finger
     turns are marked. What lies beyond ``max_length`` tokens is cut off; the mask may be empty after that.
 
     Raises:
-        ArchspecError: there is no chat template or no assistant turn, the template changes earlier turns or the text
-            of a turn, or no token would be marked.
+        ArchspecError: there is no chat template or no assistant turn, the template refuses the conversation or leaves
+            a turn's place in doubt, or no token would be marked.
     """
     generation = conversation.generation
     if generation is not None and generation.target == fingerprint:
@@ -59,10 +60,10 @@ def tokenize(conversation: Conversation, tokenizer: Any, max_length: int, finger
         return _cut(tokens, [False] * len(prompt) + [True] * len(generation.token_ids), max_length, own=True)
     if not any(message.role == "assistant" for message in conversation.messages):
         raise ArchspecError(f"conversation {conversation.id}: has no assistant turn; generate answers first")
-    if _MARKER.search(chat_template(tokenizer)):
+    if _MARKER.search(chat_template(tokenizer, conversation)):
         tokens, mask = _by_markers(conversation, tokenizer)
     else:
-        tokens, mask = _by_prefixes(conversation, tokenizer)
+        tokens, mask = _by_template(conversation, tokenizer)
     if not any(mask):
         raise ArchspecError(
             f"conversation {conversation.id}: the chat template marks no response token; check its generation markers"
@@ -108,8 +109,8 @@ def prompt_tokens(conversation: Conversation, tokenizer: Any) -> list[int]:
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def chat_template(tokenizer: Any) -> str:
-    """Return the chat template's source.
+def chat_template(tokenizer: Any, conversation: Conversation | None = None) -> str:
+    """Return the chat template's source; some tokenizers have another one for conversations with tools.
 
     Raises:
         ArchspecError: the tokenizer has none.
@@ -119,19 +120,23 @@ def chat_template(tokenizer: Any) -> str:
             f"tokenizer {tokenizer.name_or_path}: has no chat template, so responses cannot be told from "
             "prompts; use an instruction-tuned target"
         )
-    return str(tokenizer.get_chat_template())
+    try:
+        return str(tokenizer.get_chat_template(tools=_tools(conversation)))
+    except ValueError as error:
+        raise ArchspecError(f"tokenizer {tokenizer.name_or_path}: has no default chat template ({error})") from error
 
 
 def template_hash(tokenizer: Any) -> str:
-    """16 hex digits over the chat template's source."""
-    return hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()[:16]
+    """16 hex digits over the chat template's source, and over that of the one for tools if there is another."""
+    text, named = chat_template(tokenizer), tokenizer.chat_template
+    if isinstance(named, dict) and "tool_use" in named:
+        text += str(named["tool_use"])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _cut(tokens: list[int], mask: list[bool], max_length: int, own: bool = False) -> Tokenized:
     tokens, mask = tokens[:max_length], mask[:max_length]
-    edges = [index for index, (a, b) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if a != b]
-    spans = tuple(zip(edges[::2], edges[1::2], strict=True))
-    return Tokenized(torch.tensor(tokens, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), spans, own)
+    return Tokenized(torch.tensor(tokens, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), _runs(mask), own)
 
 
 def _render(tokenizer: Any, conversation: Conversation, messages: Sequence[Message], prompt: bool = False) -> str:
@@ -139,90 +144,83 @@ def _render(tokenizer: Any, conversation: Conversation, messages: Sequence[Messa
 
 
 def _apply(tokenizer: Any, conversation: Conversation, messages: Sequence[Message], **options: Any) -> Any:
-    chat_template(tokenizer)
+    chat_template(tokenizer, conversation)
+    rows = [message.row() for message in messages]
+    for row in rows:  # Qwen3's template reads the one name, gpt-oss's the other
+        if "reasoning_content" in row:
+            row["thinking"] = row["reasoning_content"]
     try:
-        return tokenizer.apply_chat_template([message.model_dump() for message in messages], **options)
+        return tokenizer.apply_chat_template(rows, tools=_tools(conversation), **options)
     except Exception as error:  # templates raise jinja errors, and their own through raise_exception
         raise ArchspecError(f"conversation {conversation.id}: the chat template refuses it ({error})") from error
 
 
-def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+def _tools(conversation: Conversation | None) -> list[dict[str, Any]] | None:
+    return list(conversation.tools) or None if conversation else None
+
+
+def _check_fast(tokenizer: Any) -> None:
     if not tokenizer.is_fast:
         raise ArchspecError(
             f"tokenizer {tokenizer.name_or_path}: is not a fast tokenizer, so characters cannot be mapped to tokens"
         )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return list(encoded["input_ids"]), [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
 
 
-def _by_prefixes(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Find each assistant turn's characters by rendering the conversation up to it, then map them to tokens."""
-    messages = conversation.messages
-    whole = _render(tokenizer, conversation, messages)
-    ranges = []
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        before = _render(tokenizer, conversation, messages[:index], prompt=True)
-        through = _render(tokenizer, conversation, messages[: index + 1])
-        shared = _shared_length(whole, through)
-        end = _turn_end(tokenizer, whole[len(before) : shared], message.content)
-        if not whole.startswith(before) or end is None:
-            raise ArchspecError(
-                f"conversation {conversation.id}: the chat template changes turn {index} or the turns before it once "
-                "the conversation goes on, so response tokens cannot be found; use a template with {% generation %} "
-                "markers, or single-turn conversations"
-            )
-        ranges.append((len(before), len(before) + end))
-    tokens, offsets = _encode(tokenizer, whole)
-    # A token that straddles a border holds generated text, so it counts.
-    return tokens, [any(a < end and start < b and a < b for start, end in ranges) for a, b in offsets]
+def _parts(encoded: Any) -> tuple[list[int], list[Span]]:
+    """Token ids, and the characters [start, end) of each."""
+    return [int(token) for token in encoded["input_ids"]], [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
 
 
-def _shared_length(one: str, other: str) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _by_template(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Find each assistant turn's characters by what the template writes, then map them to tokens."""
 
+    def render(messages: Sequence[Message], prompt: bool = False) -> str:
+        return _render(tokenizer, conversation, messages, prompt)
 
-def _turn_end(tokenizer: Any, region: str, content: str) -> int | None:
-    """Length of the generated part of ``region``, which starts at an answer; None if the answer is not in it."""
-    text = content.strip()
-    at = region.find(text)
-    if at < 0 or region[:at].strip():
-        return None
-    end = at + len(text)
-    closer = _special_pattern(tokenizer).match(region, end)
-    return closer.end() if closer else end
-
-
-def _special_pattern(tokenizer: Any) -> re.Pattern[str]:
-    specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    specials.update(str(token) for token in tokenizer.all_special_tokens)
-    words = sorted(map(re.escape, filter(None, specials)), key=len, reverse=True)
-    return re.compile(rf"\s*(?:{'|'.join(words)})" if words else r"(?!)")
+    _check_fast(tokenizer)
+    text = render(conversation.messages)
+    tokens, offsets = _parts(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True))
+    spans = assistant_spans(conversation.id, conversation.messages, render, _special(tokenizer))
+    return tokens, _overlapping(offsets, spans)
 
 
 def _by_markers(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Take the template's own markers; a closing token that they leave out is added."""
+    """Take the template's own markers, but end each span at the closing token, whether they leave it out or go on."""
+    _check_fast(tokenizer)
+    text = _render(tokenizer, conversation, conversation.messages)
     encoded = _apply(
-        tokenizer, conversation, conversation.messages, return_dict=True, return_assistant_tokens_mask=True
+        tokenizer,
+        conversation,
+        conversation.messages,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
     )
-    tokens = [int(token) for token in encoded["input_ids"]]
-    mask = [bool(flag) for flag in encoded["assistant_masks"]]
-    closers = _closing_tokens(tokenizer, conversation)
-    for index in range(1, len(tokens)):
-        if mask[index - 1] and not mask[index] and tokens[index] in closers and tokens[index - 1] not in closers:
-            mask[index] = True
-    return tokens, mask
+    tokens, offsets = _parts(encoded)
+    special, spans = _special(tokenizer), list[Span]()
+    for first, last in _runs([bool(flag) for flag in encoded["assistant_masks"]]):
+        start, end = offsets[first][0], offsets[last - 1][1]
+        end = start + len(text[start:end].rstrip())
+        if not ends_with(special, text[start:end]):
+            closer = next_token(special, text, end)
+            end = closer[1] if closer else offsets[last - 1][1]
+        spans.append((start, end))
+    written = "".join(text[start:end] for start, end in spans)
+    check_calls(conversation.id, enumerate(conversation.messages), written)
+    return tokens, _overlapping(offsets, spans)
 
 
-def _closing_tokens(tokenizer: Any, conversation: Conversation) -> set[int]:
-    """The end-of-sequence token, and the special token that this template writes right after an answer."""
-    index = next(i for i, message in enumerate(conversation.messages) if message.role == "assistant")
-    content = conversation.messages[index].content
-    through = _render(tokenizer, conversation, conversation.messages[: index + 1])
-    at = through.rfind(content.strip())
-    found = _special_pattern(tokenizer).match(through, at + len(content.strip())) if at >= 0 else None
-    closers = {tokenizer.eos_token_id}
-    if found:
-        closers.add(tokenizer.convert_tokens_to_ids(found.group().strip()))
-    return closers - {None}
+def _overlapping(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    # A token that straddles a border holds generated text, so it counts.
+    return [any(a < end and start < b and a < b for start, end in spans) for a, b in offsets]
+
+
+def _runs(mask: Sequence[bool]) -> tuple[Span, ...]:
+    edges = [index for index, (a, b) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if a != b]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _special(tokenizer: Any) -> re.Pattern[str]:
+    specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    specials.update(str(token) for token in tokenizer.all_special_tokens)
+    return special_pattern(frozenset(specials - {""}))

@@ -68,7 +68,7 @@ def generate_responses(
     _check_options(max_new_tokens, temperature, batch_size)
     done = _already_answered(out_path, target, temperature)
     for one in conversations:
-        if one.id in done and done[one.id].prompt() != one.prompt():
+        if one.id in done and (done[one.id].prompt(), done[one.id].tools) != (one.prompt(), one.tools):
             raise ArchspecError(f"{out_path}: conversation {one.id} answers another prompt; write to a new file")
     todo = list({one.id: one for one in conversations if one.id not in done}.values())
     rows = [_Row(one, _prompt(target, one), _random(seed, one.id)) for one in todo]
@@ -153,6 +153,7 @@ def _answered(row: _Row, target: Target, temperature: float) -> Conversation:
         id=row.conversation.id,
         category=row.conversation.category,
         messages=(*row.conversation.prompt(), Message(role="assistant", content=text)),
+        tools=row.conversation.tools,
         generation=Generation(
             token_ids=tuple(row.tokens), target=target.fingerprint, temperature=temperature, finished=row.finished
         ),

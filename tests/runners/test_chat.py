@@ -107,11 +107,11 @@ def test_nothing_left_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (FORGETS, TWO_TURNS, r"conversation \w+: the chat template changes turn \d or the turns before it"),
+        (FORGETS, TWO_TURNS, r"conversation \w+: turn 2: the chat template leaves its text out"),
         (
             CHATML.replace("message['content']", "message['content'] | upper"),
             TWO_TURNS,
-            r"the chat template changes turn 2",
+            r"turn 2: the chat template changes its text",
         ),
         (REFUSES, TWO_TURNS, r"conversation \w+: the chat template refuses it \(roles must alternate\)"),
         (
