@@ -15,6 +15,7 @@ from archspec.errors import ArchspecError, nearest
 from archspec.files import exclusive, write_text
 from runners.features.chat import Tokenized, TokenizedSet, template_hash, tokenize_all
 from runners.features.conversations import Conversation, digest
+from runners.features.proof import LOGIT_TOLERANCE, LOW_AGREEMENT
 from runners.features.shards import ShardWriter, save_or_tell
 from runners.features.store import (
     COUNTS,
@@ -33,8 +34,6 @@ STORE_DTYPES = ("float32", "bfloat16")
 _HEAD_ROOM_BYTES = 64 << 20
 _HEAD_ROOM_SHARE = 0.05
 _CHECKED_POSITIONS = 64
-_LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
-_LOW_AGREEMENT = 0.9
 
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -131,7 +130,7 @@ def _report_checks(checks: "_Checks", report: Report) -> None:
         f"features: recomputed logits differ by {checks.logits_error:.1e} of their size"
         + ("" if checks.agreement is None else f"; {checks.agreement:.1%} of the target's own tokens are its argmax")
     )
-    if checks.agreement is not None and checks.agreement < _LOW_AGREEMENT:
+    if checks.agreement is not None and checks.agreement < LOW_AGREEMENT:
         report(
             "features: warning: much of the text marked as this target's own is not what it says now, so acceptance "
             "will be a proxy; generate it again in this float type"
@@ -245,7 +244,7 @@ def _logits_error(target: Target, ids_BT: Tensor, last_BTH: Tensor) -> float:
     ours = target.logits(last_BTH[0, : ids.shape[1]]).float()
     error = float((own - ours).abs().max() / own.abs().max().clamp_min(1e-6))
     coarser = max((target.dtype, last_BTH.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    tolerance = _LOGIT_TOLERANCE[str(coarser).removeprefix("torch.")]
+    tolerance = LOGIT_TOLERANCE[str(coarser).removeprefix("torch.")]
     if not error <= tolerance:
         raise ArchspecError(
             f"target {target.path}: logits recomputed from the captured states differ from its own by "

@@ -23,6 +23,8 @@ class FrozenWeights:
 
     ``embed_tokens`` and ``lm_head`` are [V, H] and the same tensor where the target ties them. ``norm_weight`` is the
     factor that is really applied: for norms that store ``w`` and apply ``1 + w`` it holds ``1 + w``.
+    ``reads_normed`` says that the last states at hand went through the final norm already; it belongs to the states, so
+    it is the store that sets it, and it is not saved.
     """
 
     embed_tokens: Tensor
@@ -34,6 +36,7 @@ class FrozenWeights:
     lm_head_bias: Tensor | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
+    reads_normed: bool = False
 
     @property
     def tied(self) -> bool:
@@ -50,14 +53,15 @@ class FrozenWeights:
         return x if self.norm_bias is None else x + self.norm_bias
 
     def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return the target's logits [..., V] for states [..., H] taken before the final norm.
+        """Return the target's logits [..., V] for last states [..., H], normed first unless ``reads_normed``.
 
         ``rows`` [R] int64 picks vocabulary entries; the result is then [..., R], in that order.
         """
         head, bias = self.lm_head, self.lm_head_bias
         if rows is not None:
             head, bias = head[rows], None if bias is None else bias[rows]
-        logits = nn.functional.linear(self.normed(last).to(head.dtype), head, bias) * self.logit_scale
+        normed = last if self.reads_normed else self.normed(last)
+        logits = nn.functional.linear(normed.to(head.dtype), head, bias) * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "FrozenWeights":
@@ -79,6 +83,7 @@ class FrozenWeights:
             lm_head_bias=move(self.lm_head_bias),
             logit_scale=self.logit_scale,
             softcap=self.softcap,
+            reads_normed=self.reads_normed,
         )
 
     def save(self, path: Path) -> None:

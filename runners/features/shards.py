@@ -1,8 +1,9 @@
-"""Writing a feature store's shards, one whole file at a time. Shapes: T positions, H hidden size."""
+"""Writing a feature store's shards and text, one whole file at a time. Shapes: T positions, H hidden size, N tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -11,8 +12,21 @@ from torch import Tensor
 from archspec.errors import ArchspecError
 from archspec.files import save_tensors
 from runners.features.chat import Tokenized
-from runners.features.conversations import Conversation
-from runners.features.store import DocumentEntry, FileEntry, file_entry
+from runners.features.manifest import TEXT, DocumentEntry, DumpFile, FileEntry, file_entry
+
+
+class Named(Protocol):
+    """What a shard's index keeps of a conversation."""
+
+    @property
+    def id(self) -> str:
+        """Unique in the store."""
+        ...
+
+    @property
+    def category(self) -> str | None:
+        """Acceptance is reported by it."""
+        ...
 
 
 @dataclass
@@ -20,7 +34,7 @@ class ShardWriter:
     """Collects documents and writes a shard into ``out`` whenever ``shard_tokens`` tokens are there.
 
     States come by layer id and are stored as ``dtype``; those of ``last_layer`` are named ``last``, and no layer is
-    stored twice.
+    stored twice. Where last states were already normed they are no layer's, and come apart.
     """
 
     out: Path
@@ -38,24 +52,18 @@ class ShardWriter:
         for stale in (*self.out.glob("shard-*.safetensors"), *self.out.glob(".*.part")):
             stale.unlink()
 
-    def add(self, conversation: Conversation, text: Tokenized, states: dict[int, Tensor]) -> None:
-        """Take one document; ``states`` are [T, H] by layer id."""
-        self.documents.append(
-            DocumentEntry(
-                id=conversation.id,
-                category=conversation.category,
-                own=text.own,
-                shard=len(self.shards),
-                start=self._filled,
-                length=len(text.tokens),
-                response_tokens=int(text.response_mask.sum()),
-            )
-        )
+    def add(
+        self, conversation: Named, text: Tokenized, states: dict[int, Tensor], normed_last: Tensor | None = None
+    ) -> None:
+        """Take one document; ``states`` are [T, H] by layer id, ``normed_last`` [T, H] comes with every one or none."""
+        self.documents.append(_entry(conversation, text, len(self.shards), self._filled))
         self._keep("tokens", text.tokens)
         self._keep("response_mask", text.response_mask)
         for layer in self.layers:
-            name = "last" if layer == self.last_layer else f"aux.{layer}"
+            name = "last" if layer == self.last_layer and normed_last is None else f"aux.{layer}"
             self._keep(name, states[layer].to(device="cpu", dtype=self.dtype, copy=True))
+        if normed_last is not None:
+            self._keep("last", normed_last.to(device="cpu", dtype=self.dtype, copy=True))
         self._filled += len(text.tokens)
         if self._filled >= self.shard_tokens:
             self.flush()
@@ -74,6 +82,42 @@ class ShardWriter:
 
     def _keep(self, name: str, part: Tensor) -> None:
         self._parts.setdefault(name, []).append(part)
+
+
+@dataclass
+class TextWriter:
+    """Collects the text of documents whose states stay in the files of a dump, each in one of its own."""
+
+    out: Path
+    documents: list[DocumentEntry] = field(default_factory=list)
+    files: list[DumpFile] = field(default_factory=list)
+    _tokens: list[Tensor] = field(default_factory=list)
+    _masks: list[Tensor] = field(default_factory=list)
+    _filled: int = 0
+
+    def add(self, conversation: Named, text: Tokenized, file: DumpFile) -> None:
+        """Take one document's text; ``file`` holds its states from the first row on."""
+        self.documents.append(_entry(conversation, text, len(self.files), self._filled))
+        self.files.append(file)
+        self._tokens.append(text.tokens.to(torch.int32, copy=True))
+        self._masks.append(text.response_mask.clone())
+        self._filled += len(text.tokens)
+
+    def flush(self) -> None:
+        """Write ``tokens`` [N] int32 and ``response_mask`` [N] of all documents."""
+        save_or_tell(self.out / TEXT, {"tokens": torch.cat(self._tokens), "response_mask": torch.cat(self._masks)})
+
+
+def _entry(conversation: Named, text: Tokenized, shard: int, start: int) -> DocumentEntry:
+    return DocumentEntry(
+        id=conversation.id,
+        category=conversation.category,
+        own=text.own,
+        shard=shard,
+        start=start,
+        length=len(text.tokens),
+        response_tokens=int(text.response_mask.sum()),
+    )
 
 
 def save_or_tell(path: Path, tensors: dict[str, Tensor]) -> None:

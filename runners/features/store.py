@@ -4,93 +4,56 @@ A store is a folder: ``manifest.json`` (written last, so that its presence means
 ``frozen.safetensors`` (what turns last states into logits) and ``counts.safetensors`` (response tokens by id).
 A shard holds whole documents, one after another: ``tokens`` [N] int64, ``response_mask`` [N] bool, ``last`` [N, h_t],
 and ``aux.<id>`` [N, h_t] for every other layer; layer n is ``last`` itself and is stored once.
+
+An adopted store is made of another project's dump. Its states stay there, one file a document, unless they were copied;
+``text.safetensors`` then holds ``tokens`` [N] int32 and ``response_mask`` [N] of all documents in a row. If the dump's
+last states had already been normed, ``last`` is not layer n, and the head that the store hands out does not norm again.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
+from runners.features.dumps import adopted_states
 from runners.features.frozen import FrozenWeights
+from runners.features.manifest import (
+    COUNTS,
+    FROZEN,
+    MANIFEST,
+    TEXT,
+    VOCABULARY,
+    DocumentEntry,
+    Dump,
+    FileEntry,
+    Manifest,
+    StoreKey,
+    edges_digest,
+    file_digest,
+    file_entry,
+    read_manifest,
+)
 
-VERSION = 1
-MANIFEST, FROZEN, COUNTS = "manifest.json", "frozen.safetensors", "counts.safetensors"
-_BLOCK = 1 << 16
-_HASH_CHUNK = 1 << 22
-
-
-class _Closed(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FileEntry(_Closed):
-    """One file of the store: its size in bytes, a checksum of all of it, and one of its first and last 64 KiB."""
-
-    name: str
-    size: int
-    sha256: str
-    edges: str
-
-
-class DocumentEntry(_Closed):
-    """One conversation: where it lies (``shard`` number and first row ``start``) and what it holds, in tokens."""
-
-    id: str
-    category: str | None
-    own: bool
-    shard: int
-    start: int
-    length: int
-    response_tokens: int
-
-
-class StoreKey(_Closed):
-    """What makes two captures the same thing; ``conversations`` is a digest of their content."""
-
-    target: str
-    template: str
-    conversations: str
-    dtype: str
-    max_length: int
-
-
-class Manifest(_Closed):
-    """Everything about a store but the states.
-
-    ``eos_token_ids`` end a turn of this target; a draft vocabulary needs them whatever their counts.
-    ``temperature`` is that of the target's own text, None if there is none or it varies. ``logits_error`` is the
-    largest difference between recomputed and real logits, relative to the largest logit, at capture.
-    ``own_agreement`` is the share of sampled response tokens that equal the target's argmax, for greedy own text.
-    """
-
-    version: int = VERSION
-    key: StoreKey
-    facts: TargetFacts
-    layer_ids: tuple[int, ...]
-    text_origin: Literal["own", "foreign", "mixed"]
-    temperature: float | None
-    eos_token_ids: tuple[int, ...]
-    target_path: str
-    sources: tuple[str, ...]
-    tokens: int
-    response_tokens: int
-    unanswered: int
-    truncated_away: int
-    logits_error: float
-    own_agreement: float | None
-    shards: tuple[FileEntry, ...]
-    frozen: FileEntry
-    counts: FileEntry
-    documents: tuple[DocumentEntry, ...]
+__all__ = [
+    "COUNTS",
+    "FROZEN",
+    "MANIFEST",
+    "DocumentEntry",
+    "FeatureStore",
+    "FileEntry",
+    "Manifest",
+    "StoreKey",
+    "file_entry",
+    "read_manifest",
+    "response_counts",
+]
 
 
 @dataclass(frozen=True)
@@ -109,7 +72,8 @@ class Document:
 class Features:
     """One document: T tokens, m aux layers in the order asked for, states h_t wide in the store's float type.
 
-    ``tokens`` [T] int64, ``response_mask`` [T] bool, ``aux`` [T, m, h_t], ``last`` [T, h_t] before the final norm.
+    ``tokens`` [T] int64, ``response_mask`` [T] bool, ``aux`` [T, m, h_t], ``last`` [T, h_t], which the head of
+    :meth:`FeatureStore.weights` takes: before the final norm unless the manifest says otherwise.
     """
 
     tokens: Tensor
@@ -133,14 +97,18 @@ class FeatureStore:
     def open(cls, path: Path) -> "FeatureStore":
         """Read the manifest and check each file's presence, size, and first and last block.
 
+        Of a dump's files, of which there may be many thousands, the blocks are read only where the time of change is
+        not the recorded one.
+
         Raises:
             ArchspecError: there is no store, it is of another version, or a file is missing or damaged.
         """
         manifest = read_manifest(path)
         if manifest is None:
             raise ArchspecError(f"{path}: holds no feature store ({MANIFEST} is missing); capture it first")
-        for entry in (*manifest.shards, manifest.frozen, manifest.counts):
+        for entry in manifest.own_files:
             _check_entry(path, entry, lambda file, expected: edges_digest(file) == expected.edges)
+        _check_dump(path, manifest.dump, whole=False)
         return cls(path, manifest)
 
     def verify(self) -> None:
@@ -149,8 +117,9 @@ class FeatureStore:
         Raises:
             ArchspecError: a file is missing or damaged.
         """
-        for entry in (*self.manifest.shards, self.manifest.frozen, self.manifest.counts):
+        for entry in self.manifest.own_files:
             _check_entry(self.path, entry, lambda file, expected: file_digest(file) == expected.sha256)
+        _check_dump(self.path, self.manifest.dump, whole=True)
 
     @property
     def facts(self) -> TargetFacts:
@@ -159,14 +128,14 @@ class FeatureStore:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits over the manifest, without the paths that were written down for the reader."""
-        text = self.manifest.model_dump_json(exclude={"target_path", "sources"})
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """16 hex digits over the manifest, without paths and times."""
+        return self.manifest.digest()
 
     @property
     def size(self) -> int:
-        """Bytes on disk, the manifest left out."""
-        return sum(entry.size for entry in (*self.manifest.shards, self.manifest.frozen, self.manifest.counts))
+        """Bytes on disk, the manifest left out, those that stayed in a dump included."""
+        dumped = self.manifest.dump.files if self.manifest.dump is not None else ()
+        return sum(entry.size for entry in (*self.manifest.own_files, *dumped))
 
     @property
     def token_counts(self) -> Tensor:
@@ -178,12 +147,12 @@ class FeatureStore:
     def count_tokens(self, indices: Iterable[int]) -> Tensor:
         """How often each token of the vocabulary is a response token of these documents, [V] int64."""
         counts = torch.zeros(self.facts.vocab_size, dtype=torch.int64)
-        wanted = set(indices)
-        for number, shard in enumerate(self.manifest.shards):
-            entries = [e for i, e in enumerate(self.manifest.documents) if e.shard == number and i in wanted]
-            if not entries:
-                continue
-            with _reading(self.path / shard.name) as file:
+        by_file: dict[str, list[DocumentEntry]] = {}
+        for index in sorted(set(indices)):
+            entry = self.manifest.documents[index]
+            by_file.setdefault(self._text_file(entry), []).append(entry)
+        for name, entries in by_file.items():
+            with _reading(self.path / name) as file:
                 tokens, mask = file.get_tensor("tokens"), file.get_tensor("response_mask")
                 for entry in entries:
                     rows = slice(entry.start, entry.start + entry.length)
@@ -191,8 +160,20 @@ class FeatureStore:
         return counts
 
     def weights(self) -> FrozenWeights:
-        """The target's embedding, final norm and head, memory-mapped."""
-        return FrozenWeights.load(self.path / FROZEN)
+        """The target's embedding, final norm and head, memory-mapped; the head takes last states as they are here."""
+        return replace(FrozenWeights.load(self.path / FROZEN), reads_normed=self.manifest.last_state == "post_norm")
+
+    def vocabulary(self, size: int | None = None) -> Tensor | None:
+        """The target ids [D] int64, rising, of the draft vocabulary that was adopted with the states, if any.
+
+        With a ``size`` it counts only if it has that many places. A draft that was trained elsewhere keeps the map that
+        its head's rows were made for.
+        """
+        if self.manifest.vocabulary is None:
+            return None
+        with _reading(self.path / VOCABULARY) as file:
+            ids: Tensor = file.get_tensor("vocab_ids").clone()
+        return ids if size in (None, len(ids)) else None
 
     def require(self, layer_ids: Sequence[int], fingerprint: str | None = None) -> None:
         """Check that the store has these layers and, if given, was made from the target of this fingerprint.
@@ -208,8 +189,19 @@ class FeatureStore:
         if lacking := sorted(set(layer_ids) - set(self.manifest.layer_ids)):
             raise ArchspecError(
                 f"{self.path}: the store lacks layer {', '.join(map(str, lacking))}; it has "
-                f"{', '.join(map(str, self.manifest.layer_ids))}; capture again with the layers you need"
+                f"{', '.join(map(str, self.manifest.layer_ids))}; {self._way_out(lacking)}"
             )
+
+    def _way_out(self, lacking: Sequence[int]) -> str:
+        last = self.facts.num_layers
+        if self.manifest.last_state == "post_norm" and last in lacking:
+            return (
+                f"the dump that it was adopted from keeps layer {last} only after the target's final norm, which "
+                "cannot be undone; let the draft read other layers, or capture the text"
+            )
+        if self.manifest.dump is not None:
+            return "the dump that it was adopted from has no others; capture the text with the layers you need"
+        return "capture again with the layers you need"
 
     def read(self, index: int, layer_ids: Sequence[int]) -> Features:
         """Copy one document out of its shard, which is mapped for the length of this call only.
@@ -222,15 +214,27 @@ class FeatureStore:
         self.require(layer_ids)
         entry = self.manifest.documents[index]
         rows = slice(entry.start, entry.start + entry.length)
-        last_layer = self.facts.num_layers
-        with _reading(self.path / self.manifest.shards[entry.shard].name) as file:
-            last = file.get_slice("last")[rows].clone()
-            aux = last.new_empty(entry.length, len(layer_ids), last.shape[1])
-            for place, layer_id in enumerate(layer_ids):
-                aux[:, place] = last if layer_id == last_layer else file.get_slice(f"aux.{layer_id}")[rows]
-            tokens = file.get_slice("tokens")[rows].clone()
+        at_last = self.facts.num_layers if self.manifest.last_state == "pre_norm" else None
+        with _reading(self.path / self._text_file(entry)) as file:
+            tokens = file.get_slice("tokens")[rows].to(torch.int64, copy=True)
             mask = file.get_slice("response_mask")[rows].clone()
+            if self._dumped is None:
+                last = file.get_slice("last")[rows].clone()
+                aux = _stacked(last, layer_ids, at_last, lambda layer: file.get_slice(f"aux.{layer}")[rows])
+        if self._dumped is not None:
+            path = self.path / self._dumped.root / self._dumped.files[entry.shard].name
+            states, mapped = adopted_states(path, self._dumped, entry.length, self.facts.hidden_size)
+            last = mapped.clone()
+            aux = _stacked(last, layer_ids, at_last, states.__getitem__)
         return Features(tokens, mask, aux, last)
+
+    @property
+    def _dumped(self) -> Dump | None:
+        """The dump that the states stayed in, if they did."""
+        return self.manifest.dump if self.manifest.dump is not None and self.manifest.dump.files else None
+
+    def _text_file(self, entry: DocumentEntry) -> str:
+        return TEXT if self._dumped is not None else self.manifest.shards[entry.shard].name
 
     def split(self, holdout: float) -> tuple[list[int], list[int]]:
         """Return document indices for training and for evaluation, about ``holdout`` of them for the latter.
@@ -254,56 +258,6 @@ class FeatureStore:
         return train, held
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """Return the manifest in folder ``path``, or None if there is none.
-
-    Raises:
-        ArchspecError: it is damaged or of another version.
-    """
-    file = path / MANIFEST
-    if not file.is_file():
-        return None
-    try:
-        text = file.read_text(encoding="utf-8")
-        version = _Version.model_validate_json(text).version
-        if version != VERSION:
-            raise ArchspecError(
-                f"{file}: store version {version}, but this program reads version {VERSION}; capture again"
-            )
-        return Manifest.model_validate_json(text)
-    except (ValidationError, UnicodeDecodeError, OSError) as error:
-        raise ArchspecError(
-            f"{file}: damaged manifest ({str(error).splitlines()[0]}); remove this folder and capture again"
-        ) from error
-
-
-class _Version(BaseModel):
-    version: int
-
-
-def file_entry(path: Path) -> FileEntry:
-    """Describe a file that was just written."""
-    return FileEntry(name=path.name, size=path.stat().st_size, sha256=file_digest(path), edges=edges_digest(path))
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a whole file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def edges_digest(path: Path) -> str:
-    """SHA-256 of a file's first and last 64 KiB, which include a shard's header."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_BLOCK))
-        file.seek(max(0, path.stat().st_size - _BLOCK))
-        digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
-
-
 def _check_entry(folder: Path, entry: FileEntry, same: Callable[[Path, FileEntry], bool]) -> None:
     path = folder / entry.name
     if not path.is_file():
@@ -316,6 +270,34 @@ def _check_entry(folder: Path, entry: FileEntry, same: Callable[[Path, FileEntry
         raise ArchspecError(
             f"{path}: damaged, its content is not what was captured (checksum); remove this folder and capture again"
         )
+
+
+def _check_dump(folder: Path, dump: Dump | None, whole: bool) -> None:
+    if dump is None:
+        return
+    for entry in dump.files:
+        path = folder / dump.root / entry.name
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise ArchspecError(f"{path}: this file of the adopted dump is missing; adopt the dump again") from error
+        if stat.st_size != entry.size:
+            rule = f"{stat.st_size} bytes where the manifest says {entry.size}"
+            raise ArchspecError(f"{path}: changed since it was adopted, {rule}; adopt the dump again")
+        if whole:
+            same = file_digest(path) == entry.sha256
+        else:
+            same = stat.st_mtime_ns == entry.mtime_ns or edges_digest(path) == entry.edges
+        if not same:
+            raise ArchspecError(f"{path}: its content changed since it was adopted (checksum); adopt the dump again")
+
+
+def _stacked(last_TH: Tensor, layer_ids: Sequence[int], at_last: int | None, read: Callable[[int], Tensor]) -> Tensor:
+    """A copy of these layers, [T, m, H]; layer ``at_last`` is the last state itself."""
+    aux = last_TH.new_empty(len(last_TH), len(layer_ids), last_TH.shape[1])
+    for place, layer_id in enumerate(layer_ids):
+        aux[:, place] = last_TH if layer_id == at_last else read(layer_id)
+    return aux
 
 
 def _reading(path: Path) -> safe_open:

@@ -139,12 +139,16 @@ def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: N
 
 
 def make_draft(spec: ResolvedSpec, store: FeatureStore, train_indices: Iterable[int], seed: int) -> Draft:
-    """An untrained draft with the target's tensors; its vocabulary is chosen from the training documents alone."""
+    """An untrained draft with the target's tensors.
+
+    A reduced vocabulary is the one that was adopted with the features, if that has the size asked for, and is otherwise
+    chosen from the training documents alone.
+    """
     torch.manual_seed(seed)
     draft = build_draft(spec)
     weights = store.weights()
-    vocab_ids: Tensor | None = None
-    if spec.reduced_vocab:
+    vocab_ids: Tensor | None = store.vocabulary(spec.head.vocab_size) if spec.reduced_vocab else None
+    if spec.reduced_vocab and vocab_ids is None:
         counts = store.count_tokens(train_indices)
         vocab_ids = choose_vocabulary(counts, spec.head.vocab_size, frozenset(store.manifest.eos_token_ids))
     adopt_target(draft, weights, vocab_ids)
