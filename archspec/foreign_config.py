@@ -1,4 +1,4 @@
-"""What other projects' configs say of a draft, and the spec that follows from it.
+"""What other projects' configs say of a draft, and the spec that follows from it. No torch.
 
 ``LlamaKeys`` are the config keys that all formats share, ``Choices`` what a format's other keys choose, in the spec's
 words. ``spec_of`` makes a resolved spec from both.
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, field_validator, model_validator
-from torch import Tensor
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
-from archspec.layouts import Layout
-from archspec.resolve import ResolvedSpec
+from archspec.layouts import Layout, Shape
+from archspec.resolve import ResolvedSpec, aux_layer_id
 from archspec.schema import Document
 
 BLOCK = "draft_archspec"
 """Key of a config for what the spec holds and no other project's key can say."""
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 class _Rope(BaseModel):
@@ -45,11 +46,11 @@ class _Rope(BaseModel):
 
 
 class LlamaKeys(BaseModel):
-    """The keys of a transformers Llama config that describe a draft; others are ignored."""
+    """The keys of a transformers Llama or Qwen3 config that describe a draft; others are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    model_type: str = "llama"
+    model_type: Literal["llama", "qwen3"] = "llama"
     hidden_act: str = "silu"
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -60,12 +61,15 @@ class LlamaKeys(BaseModel):
     vocab_size: PositiveInt
     draft_vocab_size: PositiveInt | None = None
     target_hidden_size: PositiveInt | None = None
+    num_aux_hidden_states: PositiveInt | None = None
     rms_norm_eps: PositiveFloat = 1e-6
     rope_theta: PositiveFloat | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     attention_bias: bool = False
     tie_word_embeddings: bool = False
+    sliding_window: PositiveInt | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
     @field_validator("hidden_act")
     @classmethod
@@ -82,9 +86,14 @@ class LlamaKeys(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _one_theta(self) -> Self:
+    def _keys_agree(self) -> Self:
         if len(self._thetas) > 1:
             raise ValueError(f"rope_theta and rope_parameters.rope_theta must agree, but are {sorted(self._thetas)}")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            kinds, layers = len(self.layer_types), self.num_hidden_layers
+            raise ValueError(f"layer_types must name {layers} layers, as num_hidden_layers says, but names {kinds}")
+        if self.sliding_window is None and "sliding_attention" in (self.layer_types or ()):
+            raise ValueError("layer_types names sliding_attention, but sliding_window does not say how wide it is")
         return self
 
     @property
@@ -97,21 +106,25 @@ class LlamaKeys(BaseModel):
         """Base of the rotary positions; transformers' default where nothing is said."""
         return next(iter(self._thetas), 10_000.0)
 
+    def window(self, index: int) -> int | None:
+        """Sliding window of a layer, in tokens; None sees everything."""
+        sliding = self.layer_types is not None and self.layer_types[index] == "sliding_attention"
+        return self.sliding_window if sliding else None
+
 
 @dataclass(frozen=True)
 class Choices:
     """What a config chooses beyond its Llama keys, in the words of the spec.
 
-    ``aux_layers`` None: the config does not say, so EAGLE-3's default. ``window`` is one entry per layer.
+    ``aux_layers`` None: the config does not say, so EAGLE-3's default.
     """
 
     aux_layers: tuple[int, ...] | None = None
     input_norm: Literal["none", "each", "joint"] = "none"
     residual_from: Literal["raw", "normed"] = "raw"
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()
     feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
     head_norm: Literal["own", "none"] = "own"
+    embedding: Literal["frozen", "trained"] | None = None
     frozen_head: bool = False
 
 
@@ -119,32 +132,36 @@ def spec_of(
     keys: LlamaKeys,
     choices: Choices,
     layout: Layout,
-    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
     target: TargetFacts,
     block: Mapping[str, Any],
+    project: str,
     source: str,
 ) -> ResolvedSpec:
     """The resolved spec of an EAGLE-3 draft.
 
-    Sizes and switches come from the config alone, so that ``unpack`` can hold the tensors against them. What no config
-    says comes from the tensors: which layers fuse the embedding (by the width that q_proj reads) and how many MLPs are
-    stacked (by name). ``block`` is what an export of ours added: the spec's name and what is trained.
+    Sizes and switches come from the config alone, so that the tensors can be held against them. What no config says
+    comes from the tensors' names and ``shapes``: which layers fuse the embedding (by the width that q_proj reads) and
+    how many MLPs are stacked (by name). ``block`` is what an export of ours added: the spec's name and what is trained.
 
     Raises:
         ArchspecError: the config does not describe a draft for this target; the message names the key or field.
     """
-    facts = {"vocab_size": target.vocab_size, "target_hidden_size": target.hidden_size}
-    stated = {"vocab_size": keys.vocab_size, "target_hidden_size": keys.target_hidden_size or keys.hidden_size}
-    for key, value in facts.items():
-        if stated[key] != value:
-            raise ArchspecError(f"{source}: {key} = {stated[key]}, but the target has {value}; name the draft's target")
+    _require_target(keys, target, source)
     as_target = keys.hidden_size == target.hidden_size
+    aux_layers = choices.aux_layers or tuple(
+        aux_layer_id(word, target.num_layers) for word in ("low", "middle", "high")
+    )
+    if keys.num_aux_hidden_states not in (None, len(aux_layers)):
+        counted = f"num_aux_hidden_states = {keys.num_aux_hidden_states}"
+        named = f"{AUX_KEY} names" if choices.aux_layers else f"without {AUX_KEY} a draft reads"
+        raise ArchspecError(f"{source}: {counted}, but {named} {len(aux_layers)} layers: {list(aux_layers)}")
     data = {
-        "name": block.get("name", layout.project),
-        "inputs": {"aux_layers": choices.aux_layers or default_aux_layers(target), "norm": choices.input_norm},
+        "name": block.get("name", project),
+        "inputs": {"aux_layers": aux_layers, "norm": choices.input_norm},
         "hidden_size": keys.hidden_size,
-        "embedding": block.get("embedding", "frozen" if as_target else "trained"),
-        "layers": [_layer_data(i, keys, choices, layout, tensors) for i in range(_layer_count(keys, layout, tensors))],
+        "embedding": block.get("embedding", choices.embedding or ("frozen" if as_target else "trained")),
+        "layers": [_layer_data(i, keys, choices, layout, shapes) for i in range(_layer_count(keys, layout, shapes))],
         "feedback": choices.feedback,
         "head": {
             "vocab_size": keys.draft_vocab_size or keys.vocab_size,
@@ -158,37 +175,39 @@ def spec_of(
     return Document(data, source).validate(ResolvedSpec)
 
 
-def default_aux_layers(target: TargetFacts) -> tuple[int, ...]:
-    """The layers that engines read where a config names none."""
-    return 2, target.num_layers // 2, target.num_layers - 3
+def _require_target(keys: LlamaKeys, target: TargetFacts, source: str) -> None:
+    facts = {"vocab_size": target.vocab_size, "target_hidden_size": target.hidden_size}
+    stated = {"vocab_size": keys.vocab_size, "target_hidden_size": keys.target_hidden_size or keys.hidden_size}
+    for key, value in facts.items():
+        if stated[key] != value:
+            raise ArchspecError(f"{source}: {key} = {stated[key]}, but the target has {value}; name the draft's target")
 
 
-def _layer_count(keys: LlamaKeys, layout: Layout, tensors: Mapping[str, Tensor]) -> int:
+def _layer_count(keys: LlamaKeys, layout: Layout, shapes: Mapping[str, Shape]) -> int:
     """The config's count, save for one layer with a stack of MLPs, whose length stands in the same key."""
-    stacked = _stack_depth(layout.layer(0), tensors) > 1
-    deeper = any(name.startswith(f"{layout.layer(1)}.") for name in tensors)
+    stacked = _stack_depth(layout.layer(0), shapes) > 1
+    deeper = any(name.startswith(f"{layout.layer(1)}.") for name in shapes)
     return 1 if stacked and not deeper else keys.num_hidden_layers
 
 
-def _stack_depth(prefix: str, tensors: Mapping[str, Tensor]) -> int:
+def _stack_depth(prefix: str, shapes: Mapping[str, Shape]) -> int:
     depth = 0
-    while f"{prefix}.mlps.{depth}.gate_proj.weight" in tensors:
+    while f"{prefix}.mlps.{depth}.gate_proj.weight" in shapes:
         depth += 1
     return depth
 
 
 def _layer_data(
-    index: int, keys: LlamaKeys, choices: Choices, layout: Layout, tensors: Mapping[str, Tensor]
+    index: int, keys: LlamaKeys, choices: Choices, layout: Layout, shapes: Mapping[str, Shape]
 ) -> dict[str, Any]:
     prefix = layout.layer(index)
-    window = choices.windows[index] if choices.windows else None
-    q_proj = tensors.get(f"{prefix}.self_attn.q_proj.weight")
-    fused = index == 0 or (q_proj is not None and q_proj.shape[-1] == 2 * keys.hidden_size)
-    depth = _stack_depth(prefix, tensors) or 1
+    q_proj = shapes.get(f"{prefix}.self_attn.q_proj.weight")
+    fused = index == 0 or (q_proj is not None and q_proj[-1] == 2 * keys.hidden_size)
+    depth = _stack_depth(prefix, shapes) or 1
     return {
         "fusion": "concat" if fused else "none",
         "residual_from": choices.residual_from if index == 0 else "raw",
-        "attention": attention_data(keys, qk_norm=choices.qk_norm, window=window),
+        "attention": attention_data(keys, qk_norm=keys.model_type == "qwen3", window=keys.window(index)),
         "mlp": {"depth": depth, "intermediate_size": keys.intermediate_size, "residual": depth == 1},
     }
 
@@ -235,14 +254,13 @@ def aux_layers_of(data: Mapping[str, Any], source: str) -> tuple[int, ...] | Non
     Raises:
         ArchspecError: the two lists contradict each other.
     """
-    key = "eagle_aux_hidden_state_layer_ids"
-    top = _ids(data.get(key), f"{source}: {key}")
-    nested = _ids(mapping_of(data, "eagle_config", source).get(key), f"{source}: eagle_config.{key}")
+    top = _ids(data.get(AUX_KEY), f"{source}: {AUX_KEY}")
+    nested = _ids(mapping_of(data, "eagle_config", source).get(AUX_KEY), f"{source}: eagle_config.{AUX_KEY}")
     if nested is None:
         return top
     ours = tuple(i + 1 for i in nested)
     if top not in (None, ours):
-        rule = f"eagle_config.{key} must be one less than {key} at every place"
+        rule = f"eagle_config.{AUX_KEY} must be one less than {AUX_KEY} at every place"
         raise ArchspecError(f"{source}: {rule}, but they are {list(nested)} and {list(top or ())}")
     return ours
 
@@ -265,3 +283,28 @@ def mapping_of(data: Mapping[str, Any], key: str, source: str) -> Mapping[str, A
     if not isinstance(value, Mapping):
         raise ArchspecError(f"{source}: {key} = {value!r}: must be a mapping")
     return value
+
+
+def flag_of(data: Mapping[str, Any], key: str, default: bool, source: str) -> bool:
+    """The switch at ``key``; null counts as left out.
+
+    Raises:
+        ArchspecError: it is neither true nor false.
+    """
+    value = data.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ArchspecError(f"{source}: {key} = {value!r}: must be true or false")
+    return default if value is None else value
+
+
+def input_norm_of(data: Mapping[str, Any], source: str) -> Literal["none", "each", "joint"]:
+    """The norm on aux states: ``fc_norm`` for each, or ``norm_before_fc``, where ``eagle_config`` goes before the top.
+
+    Raises:
+        ArchspecError: a switch is neither true nor false, or both are on.
+    """
+    each, joint = flag_of(data, "fc_norm", False, source), flag_of(data, "norm_before_fc", False, source)
+    joint = flag_of(mapping_of(data, "eagle_config", source), "norm_before_fc", joint, source)
+    if each and joint:
+        raise ArchspecError(f"{source}: fc_norm and norm_before_fc are both true; a draft has one of them")
+    return "each" if each else "joint" if joint else "none"

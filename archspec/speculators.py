@@ -1,54 +1,77 @@
 """speculators' EAGLE-3 layout (``Eagle3DraftModel``): ``layers.N.*``, sizes nested in ``transformer_layer_config``.
 
-``norm_output`` means that the state after the final norm is fed back. ``norm_before_residual`` is true where the key is
-missing, as engines read it. The head is a frozen copy of the target's rows.
+``norm_output`` means that the state after the final norm is fed back. ``norm_before_residual`` is written always, since
+vLLM takes a missing one for true. The head is a frozen copy of the target's rows. Keys from speculators 0.9.0.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from archspec.errors import ArchspecError
-from archspec.facts import TargetFacts
-from archspec.foreign_config import BLOCK, Choices, LlamaKeys, aux_layers_of, mapping_of, spec_of, target_of
-from archspec.layouts import Layout, unpack
+from archspec.foreign_config import AUX_KEY, Choices, aux_layers_of, flag_of, input_norm_of, mapping_of
+from archspec.format import Eagle3, layer_keys
+from archspec.layouts import Layout
+from archspec.limits import Holds
 from archspec.resolve import ResolvedSpec
-from archspec.schema import Document
 
-LAYOUT = Layout("speculators", lambda i: f"layers.{i}")
-
-
-def read(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetFacts | None, source: str
-) -> tuple[ResolvedSpec, dict[str, Tensor]]:
-    """Spec and state dict from a config dict and tensors under the layout's names; ``source`` is named in messages.
-
-    Raises:
-        ArchspecError: the config describes no EAGLE-3 draft, or a tensor is missing, extra or misshapen.
-    """
-    kind = config.get("speculators_model_type")
-    if kind != "eagle3":
-        raise ArchspecError(f"{source}: speculators_model_type = {kind!r}: only eagle3 drafts can be read")
-    sizes = mapping_of(config, "transformer_layer_config", source)
-    outside = {key: config.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
-    keys = Document({**sizes, **outside}, source).validate(LlamaKeys)
-    choices = Choices(
-        aux_layers=aux_layers_of(config, source),
-        input_norm="each" if config.get("fc_norm") else "joint" if config.get("norm_before_fc") else "none",
-        residual_from="normed" if config.get("norm_before_residual", True) else "raw",
-        qk_norm=keys.model_type == "qwen3",
-        windows=_windows(sizes, keys.num_hidden_layers),
-        feedback="post_norm" if config.get("norm_output") else "pre_norm",
-        frozen_head=True,
-    )
-    facts, block = target_of(config, target, source), mapping_of(config, BLOCK, source)
-    spec = spec_of(keys, choices, LAYOUT, tensors, facts, block, source)
-    return spec, unpack(spec, LAYOUT, tensors, source)
+SPECULATIVE_TOKENS = 3
+"""Tokens drafted in a cycle where the checkpoint itself is served; engines let the user say otherwise."""
 
 
-def _windows(sizes: Mapping[str, Any], count: int) -> tuple[int | None, ...]:
-    """Sliding window of every layer, in tokens; None sees everything."""
-    window = sizes.get("sliding_window")
-    kinds = sizes.get("layer_types") or ["full_attention"] * count
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+class Speculators(Eagle3):
+    """See the module."""
+
+    name, project = "speculators", "speculators"
+    holds = Holds(project="speculators", qk_norm=True, bias=True, biased_qk_norm=True, window=True, other_width=False)
+    written = Layout(lambda i: f"layers.{i}")
+
+    def config(self, spec: ResolvedSpec, verifier: str | None = None) -> dict[str, Any]:
+        """See ``Format.config``. The count of aux layers stands where vLLM looks for it, among the sizes."""
+        ids = list(spec.inputs.aux_layers)
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": SPECULATIVE_TOKENS,
+                        "verifier_accept_k": 1,
+                        "accept_tolerance": 0.0,
+                    }
+                ],
+                "verifier": {"name_or_path": verifier, "architectures": []},
+            },
+            "transformer_layer_config": {**layer_keys(spec), "num_aux_hidden_states": len(ids)},
+            "draft_vocab_size": spec.head.vocab_size,
+            "target_hidden_size": None,
+            AUX_KEY: ids,
+            "fc_norm": spec.inputs.norm == "each",
+            "norm_before_fc": spec.inputs.norm == "joint",
+            "norm_before_residual": spec.layers[0].residual_from == "normed",
+            "norm_output": spec.feedback == "post_norm",
+            "embed_requires_grad": spec.embedding == "trained",
+            "tie_word_embeddings": False,
+        }
+
+    def sizes(self, config: Mapping[str, Any], source: str, /) -> Mapping[str, Any]:
+        """See ``Eagle3.sizes``."""
+        outside = {key: config.get(key) for key in ("draft_vocab_size", "target_hidden_size")}
+        return {**mapping_of(config, "transformer_layer_config", source), **outside}
+
+    def choices(self, config: Mapping[str, Any], source: str) -> Choices:
+        """See ``Eagle3.choices``."""
+        kind = config.get("speculators_model_type")
+        if kind != "eagle3":
+            raise ArchspecError(f"{source}: speculators_model_type = {kind!r}: only eagle3 drafts can be read")
+        return Choices(
+            aux_layers=aux_layers_of(config, source),
+            input_norm=input_norm_of(config, source),
+            residual_from="normed" if flag_of(config, "norm_before_residual", True, source) else "raw",
+            feedback="post_norm" if flag_of(config, "norm_output", False, source) else "pre_norm",
+            embedding="trained" if flag_of(config, "embed_requires_grad", False, source) else None,
+            frozen_head=True,
+        )

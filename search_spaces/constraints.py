@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from archspec.cost import draft_params, flops_per_token, trainable_params, weight_bytes
 from archspec.resolve import ResolvedSpec
 from archspec.schema import Closed
+from archspec.servable import ENGINES, EngineName
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -35,15 +36,21 @@ class ByteBound(Closed):
 
 
 class Constraints(Closed):
-    """Bounds on what ``archspec.cost`` counts: ``params`` are those that the draft adds beside the target."""
+    """Bounds on what ``archspec.cost`` counts, and the engines that must serve the draft.
+
+    ``params`` are those that the draft adds beside the target.
+    """
 
     params: Bound | None = None
     trainable_params: Bound | None = None
     flops_per_token: Bound | None = None
     bytes: ByteBound | None = None
+    servable_by: tuple[EngineName, ...] = ()
 
     def margins(self, spec: ResolvedSpec) -> dict[str, float]:
         """How far ``spec`` is beyond each constraint, relative to its bound; 0 or less is feasible.
+
+        Beyond an engine is how many fields it cannot serve.
 
         The values suit ``optuna.Trial.set_constraint``.
         """
@@ -71,6 +78,9 @@ class Constraints(Closed):
         if self.bytes is not None:
             size = weight_bytes(spec, self.bytes.dtype)
             yield "bytes", _beyond(f"bytes in {self.bytes.dtype}", size, Bound(max=self.bytes.max))
+        for name in self.servable_by:
+            limits = ENGINES[name].verdict(spec).limits
+            yield f"servable_by.{name}", [(float(len(limits)), f"{name} cannot serve {'; '.join(map(str, limits))}")]
 
 
 def _beyond(what: str, value: int, bound: Bound) -> list[tuple[float, str]]:

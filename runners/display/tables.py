@@ -11,6 +11,7 @@ from rich.text import Text
 from archspec.cost import draft_params, flops_per_token, parameter_shapes, trainable_params, weight_bytes
 from archspec.presets import load_preset, preset_names, preset_text
 from archspec.resolve import ResolvedSpec
+from archspec.servable import verdicts
 from archspec.spec import LayerSpec
 from runners.display.view import PROXY, interval
 
@@ -198,9 +199,10 @@ def _written(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def layout_notes(spec: ResolvedSpec) -> list[str]:
-    """What an export would refuse, so that nobody trains first and learns it afterwards. Loads torch."""
-    from archspec.specforge import unsupported
-
-    found = unsupported(spec)
-    return ["", "SpecForge's layout cannot hold this draft:", *(f"  {line}" for line in found)] if found else []
+def verdicts_table(spec: ResolvedSpec) -> Table:
+    """Which engines serve the draft, so that nobody trains first and learns it afterwards."""
+    table = _table("engine", "serves it", "because")
+    for verdict in verdicts(spec):
+        told = "\n".join(map(str, verdict.limits or verdict.notes))
+        table.add_row(f"{verdict.engine} {verdict.version}", verdict.word, told)
+    return table

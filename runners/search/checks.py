@@ -5,6 +5,7 @@ from archspec.facts import TargetFacts
 from archspec.presets import load_spec
 from archspec.resolve import resolve
 from archspec.schema import Document
+from runners.features.manifest import MANIFEST
 from runners.search.search_file import SearchFile
 from runners.training.settings import TrainSettings
 from search_spaces import apply_overrides, require_feasible
@@ -16,6 +17,9 @@ def check_alone(file: SearchFile) -> None:
     Raises:
         ArchspecError: a file is missing, a path is no field of a spec, or a value breaks a rule.
     """
+    if not file.data.conversations and not (file.features.path / MANIFEST).is_file():
+        rule = f"{file.features.path} holds no feature store yet; name JSONL files to capture, or adopt a dump into it"
+        raise ArchspecError(f"data.conversations: names no file, and {rule}")
     for path in file.data.conversations:
         if not path.is_file():
             raise ArchspecError(f"data.conversations: {path}: no such conversations file")

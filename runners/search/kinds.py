@@ -1,5 +1,6 @@
 """Files told apart by their keys, and checked as what they are. No torch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -8,12 +9,13 @@ from pydantic import BaseModel
 from archspec.errors import ArchspecError, nearest
 from archspec.facts import TargetFacts
 from archspec.resolve import ResolvedSpec, resolve
-from archspec.schema import Document
+from archspec.schema import Document, dotted
+from archspec.servable import engine as engine_of
 from archspec.spec import DraftSpec
 from runners.search.checks import check_alone, check_fit
 from runners.search.result import BestConfig
 from runners.search.search_file import SearchFile
-from search_spaces import Space, require_feasible
+from search_spaces import Constraints, Space, require_feasible
 
 Kind = Literal["spec", "space", "search", "resolved-spec", "best-config"]
 SCHEMAS: dict[Kind, type[BaseModel]] = {
@@ -41,11 +43,13 @@ def kind_of(document: Document) -> Kind:
     return kind
 
 
-def check_file(path: Path, facts: TargetFacts | None = None) -> Kind:
-    """Check one file, and, given a target's dimensions, whether it fits that target.
+def check_file(path: Path, facts: TargetFacts | None = None, engine: str | None = None) -> Kind:
+    """Check one file; given a target's dimensions, whether it fits that target; whether ``engine`` can serve it.
+
+    A draft must be servable as it is, a space or a search file must hold some draft that is.
 
     Raises:
-        ArchspecError: it breaks a rule; one line for each, with file, line, value and rule.
+        ArchspecError: it breaks a rule; one line for each, with file, line, value and rule. Or there is no such engine.
     """
     document = Document.load(path)
     kind = kind_of(document)
@@ -58,6 +62,8 @@ def check_file(path: Path, facts: TargetFacts | None = None) -> Kind:
             check_alone(loaded)
         if facts is not None:
             _check_fit(loaded, facts, document)
+        if engine is not None:
+            _check_servable(loaded, facts, engine_of(engine).name, document)
     except ArchspecError as error:
         raise ArchspecError("\n".join(_named(line, str(path)) for line in str(error).splitlines())) from None
     return kind
@@ -87,6 +93,40 @@ def _check_fit(loaded: BaseModel, facts: TargetFacts, document: Document) -> Non
             require_feasible(loaded, facts)
         case SearchFile():
             check_fit(loaded, facts)
+
+
+def _check_servable(loaded: BaseModel, facts: TargetFacts | None, engine: str, document: Document) -> None:
+    if isinstance(loaded, BestConfig):
+        inner = {place[1:]: line for place, line in document.lines.items() if place[:1] == ("spec",)}
+        document = Document(loaded.spec, document.source, inner)
+        loaded = document.validate(ResolvedSpec)
+    if not isinstance(loaded, ResolvedSpec) and facts is None:
+        raise ArchspecError(f"{document.source}: whether {engine} serves it depends on the target; give --target")
+    match loaded:
+        case ResolvedSpec():
+            _require_servable(loaded, list(range(len(loaded.layers))), engine, document)
+        case DraftSpec() if facts is not None:
+            written = [i for i, layer in enumerate(loaded.layers) for _ in range(layer.repeat)]
+            _require_servable(resolve(loaded, facts, document), written, engine, document)
+        case Space() if facts is not None:
+            require_feasible(loaded, facts, None, Constraints.model_validate({"servable_by": [engine]}))
+        case SearchFile() if facts is not None:
+            by = tuple(dict.fromkeys((*loaded.constraints.servable_by, engine)))
+            constraints = Constraints.model_validate(loaded.constraints.model_dump() | {"servable_by": by})
+            require_feasible(loaded.space, facts, loaded.fixed, constraints)
+
+
+def _require_servable(spec: ResolvedSpec, written: list[int], engine: str, document: Document) -> None:
+    """``written`` is the index in the file of every layer, which repeats move."""
+    found: dict[str, None] = {}
+    for finding in engine_of(engine).verdict(spec).limits:
+        place: list[str | int] = [int(part) if part.isdigit() else part for part in finding.limit.field.split(".")]
+        if place[0] == "layers" and len(place) > 1:
+            place[1] = written[int(place[1])]
+        named = replace(finding, limit=replace(finding.limit, field=dotted(place)))
+        found[f"{document.at(place)}: {engine} cannot serve {named}"] = None
+    if found:
+        raise ArchspecError("\n".join(found))
 
 
 def _named(line: str, source: str) -> str:

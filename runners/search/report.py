@@ -19,7 +19,8 @@ import torch
 
 from archspec.cost import draft_params, flops_per_token, trainable_params
 from archspec.files import replacing, write_json, write_text
-from archspec.specforge import draft_model_config, unsupported
+from archspec.formats import configs, unheld
+from archspec.servable import servable_by, verdicts
 from runners.search.driver import Search
 from runners.search.result import BestConfig, Metrics, Standing, Verdict
 from runners.search.run_folder import RunFolder
@@ -70,8 +71,9 @@ def best_config(search: Search, ranked: Sequence[Record]) -> BestConfig:
         code_version=code_version(),
         hardware=hardware(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        draft_model_config=draft_model_config(winner.spec),
-        not_in_specforge=unsupported(winner.spec),
+        servable={verdict.engine: verdict.as_dict() for verdict in verdicts(winner.spec)},
+        draft_model_configs=configs(winner.spec),
+        not_held_by=unheld(winner.spec),
     )
 
 
@@ -196,6 +198,7 @@ def _row(search: Search, record: Record, rank: int | None) -> dict[str, Any]:
         "params": draft_params(record.spec),
         "trainable_params": trainable_params(record.spec),
         "flops_per_token": flops_per_token(record.spec),
+        "servable_by": " ".join(servable_by(record.spec)),
         "loss": _rounded(last.loss if last else None),
         "tokens_per_second": last.tokens_per_second if last else "",
         "train_seconds": round(sum(m.seconds for m in record.measurements), 1),

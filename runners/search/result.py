@@ -50,10 +50,11 @@ class Verdict(_Result):
 class BestConfig(_Result):
     """The file ``best-config.json``.
 
-    ``draft_model_config`` is in SpecForge's layout; ``not_in_specforge`` says what it cannot hold.
+    ``servable`` is the verdict of every engine, ``draft_model_configs`` the ``config.json`` of every format that holds
+    the draft, and ``not_held_by`` what each of the others lacks.
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     name: str
     hash: str
     spec: dict[str, Any]
@@ -70,5 +71,6 @@ class BestConfig(_Result):
     code_version: str
     hardware: dict[str, Any]
     created: str
-    draft_model_config: dict[str, Any]
-    not_in_specforge: list[str]
+    servable: dict[str, dict[str, Any]]
+    draft_model_configs: dict[str, dict[str, Any]]
+    not_held_by: dict[str, list[str]]

@@ -22,16 +22,17 @@ class TargetSettings(Closed):
 
 
 class DataSettings(Closed):
-    """Conversations as JSONL files. ``holdout`` is the share of conversations that measures and never trains."""
+    """Conversations as JSONL files. ``holdout`` is the share of conversations that measures and never trains.
 
-    conversations: tuple[Path, ...]
+    A store that is there already needs no conversations where it was adopted from another project.
+    """
+
+    conversations: tuple[Path, ...] = ()
     max_length: PositiveInt = 1024
     holdout: Fraction = 0.1
 
     @model_validator(mode="after")
-    def _some_text(self) -> Self:
-        if not self.conversations:
-            raise ValueError("conversations must name at least one JSONL file")
+    def _some_held_out(self) -> Self:
         if self.holdout == 0:
             raise field_error("holdout", "must be above 0: acceptance is measured on held-out conversations")
         return self

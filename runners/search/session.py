@@ -15,6 +15,7 @@ from archspec.presets import load_spec
 from archspec.resolve import aux_layer_id
 from runners.features.capture import capture
 from runners.features.conversations import read_conversations
+from runners.features.manifest import read_manifest
 from runners.features.store import FeatureStore
 from runners.features.target import load_target, target_facts
 from runners.search.checks import check_alone, check_fit
@@ -114,7 +115,7 @@ def aux_layers(file: SearchFile, facts: TargetFacts) -> list[int]:
 def open_features(
     file: SearchFile, facts: TargetFacts, folder: RunFolder, report: Report, on_progress: Progress | None
 ) -> FeatureStore:
-    """The search's feature store, captured if it is not there yet.
+    """The search's feature store, captured if it is not there yet; one adopted from another project is used as it is.
 
     A run that began before knows its store, which is then opened without loading the target.
 
@@ -132,9 +133,15 @@ def open_features(
             )
         store.require(layers)
         return store
-    conversations = read_conversations(file.data.conversations)
+    manifest = read_manifest(settings.path)
+    adopted = manifest is not None and manifest.dump is not None
+    conversations = [] if adopted else read_conversations(file.data.conversations)
     device = pick_device(file.target.device)
     target = load_target(file.target.model, file.target.dtype, device, file.target.trust_remote_code)
+    if adopted:
+        store = FeatureStore.open(settings.path)
+        store.require(layers, target.fingerprint)
+        return store
     return capture(
         target,
         conversations,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from archspec import specforge
 from archspec.errors import ArchspecError
 from archspec.files import write_json
 from archspec.modules import Draft
@@ -27,7 +26,6 @@ from runners.training.trial import ORIGIN_FILE, WEIGHTS_FOLDER, Measurement, Run
 
 SETTINGS_FILE = "train.json"
 DEFAULT_HOLDOUT = 0.1
-LAYOUTS: dict[str, Callable[[Draft, Path], None]] = {"specforge": specforge.export}
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def open_draft(path: Path, store: FeatureStore) -> Draft:
         ArchspecError: there is none, or it was made for another target, or reads a layer that the store lacks.
     """
     folder = find_draft(path)
-    _require_target(folder, store.manifest.key.target, f"the target of {store.path}")
+    require_target(folder, store.manifest.key.target, f"the target of {store.path}")
     draft = load_draft(folder, store.weights())
     if draft.spec.target != store.facts:
         raise ArchspecError(f"{folder}: the draft is for a target of other dimensions than that of {store.path}")
@@ -151,44 +149,23 @@ def heldout(path: Path, store: FeatureStore, holdout: float | None) -> list[int]
     Raises:
         ArchspecError: ``holdout`` is larger than the share that was held out when the draft was trained.
     """
-    own = _origin(find_draft(path)).get("holdout", DEFAULT_HOLDOUT)
+    own = origin_of(find_draft(path)).get("holdout", DEFAULT_HOLDOUT)
     if holdout is not None and holdout > own:
         rule = f"the draft was trained with a holdout of {own:g}"
         raise ArchspecError(f"holdout={holdout:g}: {rule}; a larger one would measure on conversations it has seen")
     return store.split(own if holdout is None else holdout)[1]
 
 
-def export_draft(
-    path: Path, out: Path, layout: str, model: str | None, features: Path | None, trust_remote_code: bool = False
-) -> None:
-    """Write the draft meant by ``path`` into the new folder ``out``, its frozen tensors from a target or a store.
-
-    Raises:
-        ArchspecError: there is no such draft, it is for another target, the layout cannot hold it, or ``out`` exists.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ArchspecError(f"{out}: exists; choose a new folder")
-    if features is not None:
-        LAYOUTS[layout](open_draft(path, FeatureStore.open(features)), out)
-        return
-    folder, target = find_draft(path), load_target(model or "", "float32", "cpu", trust_remote_code)
-    _require_target(folder, target.fingerprint, str(model))
-    draft = load_draft(folder, target.weights)
-    if draft.spec.target != target.facts:
-        raise ArchspecError(f"{path}: the draft is for a target of other dimensions than {model}")
-    LAYOUTS[layout](draft, out)
-
-
-def _origin(folder: Path) -> dict[str, Any]:
+def origin_of(folder: Path) -> dict[str, Any]:
     """What the draft in ``folder`` was trained on, as far as it says."""
     file = folder / ORIGIN_FILE
     data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return data
 
 
-def _require_target(folder: Path, fingerprint: str, name: str) -> None:
+def require_target(folder: Path, fingerprint: str, name: str) -> None:
     """Two models of equal sizes are two targets: a draft joined to the wrong one loads, and nothing is accepted."""
-    own = _origin(folder).get("target", fingerprint)
+    own = origin_of(folder).get("target", fingerprint)
     if own != fingerprint:
         raise ArchspecError(f"{folder}: the draft was trained for target {own}, but {name} is target {fingerprint}")
 

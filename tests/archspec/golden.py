@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from archspec import eagle1, layouts, specforge, speculators
+from archspec import checkpoints
 from archspec.attention import Attention, ChainCache, UnrollMemory
 from archspec.facts import TargetFacts
+from archspec.formats import FORMATS
+from archspec.layouts import Layout, tensor_names
 from archspec.modules import Draft
 from archspec.resolve import ResolvedLayer, ResolvedSpec
 from archspec.unroll import unroll
@@ -35,12 +37,12 @@ class Golden:
     kind: str
     spec: ResolvedSpec
     state: dict[str, Tensor]
-    layout: layouts.Layout
+    layout: Layout
 
     @cached_property
     def draft(self) -> Draft:
         """The reference's draft, with every parameter open to gradients."""
-        draft = layouts.assemble(self.spec, self.state)
+        draft = checkpoints.assemble(self.spec, self.state)
         for parameter in draft.parameters():
             parameter.requires_grad_(True)
         return draft
@@ -53,7 +55,7 @@ class Golden:
     @property
     def names(self) -> dict[str, str]:
         """Name in the reference -> name of ours, for every tensor of the draft."""
-        return {theirs: ours for ours, theirs in layouts.tensor_names(self.spec, self.layout).items()}
+        return {theirs: ours for ours, theirs in tensor_names(self.spec, self.layout).items()}
 
 
 @dataclass
@@ -84,20 +86,32 @@ def load(path: Path) -> Golden:
     config = data.get("config_json_as_saved", data.get("config"))
     target = _target(config)
     if "lm_head.weight" not in weights:
-        spec, state = eagle1.read(config, weights, target, path.stem)
-        state["lm_head.weight"] = tensors["input.target_lm_head.weight"]
-        state["inputs.norms.0.weight"] = torch.ones(target.hidden_size)
-        return Golden(data, tensors, "eagle1", spec, state, eagle1.LAYOUT)
+        golden = _golden("eagle1", "eagle1", data, tensors, config, weights, target, path.stem)
+        golden.state["lm_head.weight"] = tensors["input.target_lm_head.weight"]
+        golden.state["inputs.norms.0.weight"] = torch.ones(target.hidden_size)
+        return golden
     if not _aux_ids(config):
         count = weights["fc.weight"].shape[1] // target.hidden_size
         config = {**config, AUX_KEY: [2, 8, 13] if count == 3 else list(range(1, count + 1))}
     if "speculators_model_type" in config:
         own = {name: tensor for name, tensor in weights.items() if not name.startswith("verifier_")}
-        spec, state = speculators.read(config, own, target, path.stem)
-        return Golden(data, tensors, "speculators", spec, state, speculators.LAYOUT)
-    spec, state = specforge.read(config, weights, target, path.stem)
+        return _golden("speculators", "speculators", data, tensors, config, own, target, path.stem)
     kind = "specforge" if "runs" in data else "decoding"
-    return _stacked_as_computed(Golden(data, tensors, kind, spec, state, specforge.layout_of(weights)))
+    return _stacked_as_computed(_golden("specforge", kind, data, tensors, config, weights, target, path.stem))
+
+
+def _golden(
+    form: str,
+    kind: str,
+    data: dict[str, Any],
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    target: TargetFacts,
+    source: str,
+) -> Golden:
+    spec, state = checkpoints.read(FORMATS[form], config, weights, target, source)
+    return Golden(data, tensors, kind, spec, state, FORMATS[form].layout(weights))
 
 
 def _stacked_as_computed(golden: Golden) -> Golden:

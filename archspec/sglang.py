@@ -1,0 +1,40 @@
+"""What SGLang serves: a plain EAGLE-3 config with Llama layers, whose ids in ``eagle_config`` alone it reads.
+
+The norm before the attention of deeper layers is ``hidden_norm``; where it is missing, ones take its place and nobody
+is told. It is written a second time as ``input_layernorm``, which vLLM reads.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from archspec.errors import ArchspecError
+from archspec.foreign_config import Choices
+from archspec.format import Plain, renamed_norms
+from archspec.layouts import Layout
+from archspec.limits import Holds
+from archspec.resolve import ResolvedSpec
+
+
+class Sglang(Plain):
+    """See the module."""
+
+    name, project = "sglang", "SGLang"
+    holds = Holds(project="SGLang", residuals=("raw",), last_id=False, own_embedding=False, skips_square_fc=True)
+    written = replace(Plain.written, plain_norm="hidden_norm")
+
+    def layout(self, names: Collection[str]) -> Layout:
+        """See ``Format.layout``."""
+        return replace(super().layout(names), plain_norm="hidden_norm")
+
+    def choices(self, config: Mapping[str, Any], source: str) -> Choices:
+        """See ``Eagle3.choices``."""
+        choices = super().choices(config, source)
+        if choices.residual_from != "raw":
+            rule = "SGLang ignores it and would run another draft; read the checkpoint as vllm"
+            raise ArchspecError(f"{source}: norm_before_residual is true, but {rule}")
+        return choices
+
+    def copies(self, spec: ResolvedSpec, /) -> dict[str, str]:
+        """See the module."""
+        return renamed_norms(spec, self.written, "input_layernorm")
