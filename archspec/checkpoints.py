@@ -84,6 +84,8 @@ def load(
     source = str(folder)
     layout = format_named(form) if form is not None else format_of(config, tensors, source)
     spec, state = read(layout, config, tensors, facts, source)
+    if "lm_head.weight" not in state:
+        spec = spec.model_copy(update={"head": spec.head.model_copy(update={"weights": "target"})})
     state = _completed(spec, state, target, source)
     if target is not None:
         spec = _frozen_as_found(spec, state, target, source, ours=BLOCK in config)

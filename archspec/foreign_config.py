@@ -6,9 +6,18 @@ words. ``spec_of`` makes a resolved spec from both.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
@@ -20,6 +29,7 @@ BLOCK = "draft_archspec"
 """Key of a config for what the spec holds and no other project's key can say."""
 
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+MOST_LAYERS = 256
 
 
 class _Rope(BaseModel):
@@ -57,7 +67,7 @@ class LlamaKeys(BaseModel):
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
-    num_hidden_layers: PositiveInt = 1
+    num_hidden_layers: Annotated[int, Field(gt=0, le=MOST_LAYERS)] = 1
     vocab_size: PositiveInt
     draft_vocab_size: PositiveInt | None = None
     target_hidden_size: PositiveInt | None = None
@@ -68,7 +78,9 @@ class LlamaKeys(BaseModel):
     rope_scaling: _Rope | None = None
     attention_bias: bool = False
     tie_word_embeddings: bool = False
+    use_sliding_window: bool = False
     sliding_window: PositiveInt | None = None
+    max_window_layers: NonNegativeInt = 28
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
 
     @field_validator("hidden_act")
@@ -107,9 +119,16 @@ class LlamaKeys(BaseModel):
         return next(iter(self._thetas), 10_000.0)
 
     def window(self, index: int) -> int | None:
-        """Sliding window of a layer, in tokens; None sees everything."""
-        sliding = self.layer_types is not None and self.layer_types[index] == "sliding_attention"
-        return self.sliding_window if sliding else None
+        """Sliding window of a layer, in tokens; None sees everything.
+
+        As transformers' Qwen3Config reads it: nothing slides without ``use_sliding_window``; without
+        ``layer_types`` the layers from ``max_window_layers`` on do.
+        """
+        if self.model_type == "qwen3" and not self.use_sliding_window:
+            return None
+        if self.layer_types is not None:
+            return self.sliding_window if self.layer_types[index] == "sliding_attention" else None
+        return self.sliding_window if self.use_sliding_window and index >= self.max_window_layers else None
 
 
 @dataclass(frozen=True)
@@ -245,11 +264,12 @@ def target_of(data: Mapping[str, Any], target: TargetFacts | None, source: str) 
     return facts
 
 
-def aux_layers_of(data: Mapping[str, Any], source: str) -> tuple[int, ...] | None:
+def aux_layers_of(data: Mapping[str, Any], source: str, *, alone: int = 1) -> tuple[int, ...] | None:
     """Aux layers in this project's counting, None where the config is silent.
 
     ``eagle_aux_hidden_state_layer_ids`` at the top counts as vLLM and this project do, inside ``eagle_config`` as
-    SGLang and SpecForge do: from 0, one less.
+    SGLang and SpecForge do: from 0, one less. vLLM takes a list that stands inside ``alone`` as one of its own:
+    ``alone`` is how much such a list is short of our counting.
 
     Raises:
         ArchspecError: the two lists contradict each other.
@@ -258,10 +278,12 @@ def aux_layers_of(data: Mapping[str, Any], source: str) -> tuple[int, ...] | Non
     nested = _ids(mapping_of(data, "eagle_config", source).get(AUX_KEY), f"{source}: eagle_config.{AUX_KEY}")
     if nested is None:
         return top
+    if top is None:
+        return tuple(i + alone for i in nested)
     ours = tuple(i + 1 for i in nested)
-    if top not in (None, ours):
+    if top != ours:
         rule = f"eagle_config.{AUX_KEY} must be one less than {AUX_KEY} at every place"
-        raise ArchspecError(f"{source}: {rule}, but they are {list(nested)} and {list(top or ())}")
+        raise ArchspecError(f"{source}: {rule}, but they are {list(nested)} and {list(top)}")
     return ours
 
 

@@ -118,9 +118,11 @@ class Plain(Eagle3):
     """The common ``config.json`` of SpecForge, SGLang and vLLM, all keys at the top.
 
     Layer ids stand twice: at the top as vLLM and this project count, inside ``eagle_config`` from 0. Switches that are
-    off are left out where projects disagree about what off means.
+    off are left out where projects disagree about what off means. ``short_alone``: by how much ids that stand in
+    ``eagle_config`` alone are less than ours.
     """
 
+    short_alone: ClassVar[int] = 1
     written = Layout(lambda i: "midlayer" if i == 0 else f"layers.{i}")
     read_only: ClassVar[tuple[Layout, ...]] = (Layout(lambda i: f"layers.{i}"),)
 
@@ -150,7 +152,7 @@ class Plain(Eagle3):
     def choices(self, config: Mapping[str, Any], source: str) -> Choices:
         """See ``Eagle3.choices``; the words of vLLM and SGLang."""
         return Choices(
-            aux_layers=aux_layers_of(config, source),
+            aux_layers=aux_layers_of(config, source, alone=self.short_alone),
             input_norm=input_norm_of(config, source),
             residual_from="normed" if flag_of(config, "norm_before_residual", False, source) else "raw",
             feedback="post_norm" if flag_of(config, "norm_output", False, source) else "pre_norm",

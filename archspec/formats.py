@@ -5,7 +5,7 @@ from typing import Any
 
 from archspec.eagle1 import Eagle1
 from archspec.errors import ArchspecError, nearest
-from archspec.foreign_config import BLOCK, mapping_of
+from archspec.foreign_config import AUX_KEY, BLOCK, mapping_of
 from archspec.format import Format
 from archspec.resolve import ResolvedSpec
 from archspec.sglang import Sglang
@@ -53,8 +53,16 @@ def format_of(config: Mapping[str, Any], names: Collection[str], source: str) ->
         )
         raise ArchspecError(f"{source}: norm_output is set, and projects read it differently: {rule}")
     deeper = {name.split(".")[1] for name in names if name.startswith("layers.") and name.endswith("norm.weight")}
-    plain = all(f"layers.{i}.input_layernorm.weight" in names for i in deeper - {"0"})
-    return FORMATS["vllm" if plain else "sglang"]
+    if not all(f"layers.{i}.input_layernorm.weight" in names for i in deeper - {"0"}):
+        return FORMATS["sglang"]
+    if config.get(AUX_KEY) is None and mapping_of(config, "eagle_config", source).get(AUX_KEY) is not None:
+        rule = (
+            "SpecForge and SGLang count such ids from 0, vLLM from 1; say which by --format specforge, sglang or vllm"
+        )
+        raise ArchspecError(
+            f"{source}: {AUX_KEY} stands in eagle_config alone, and projects read it differently: {rule}"
+        )
+    return FORMATS["vllm"]
 
 
 def configs(spec: ResolvedSpec) -> dict[str, dict[str, Any]]:

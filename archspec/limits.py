@@ -127,9 +127,10 @@ def _of_attention(at: str, attention: ResolvedAttention, first: ResolvedAttentio
         yield Limit(f"{at}.window", attention.window, "use null")
     if attention.qk_norm and attention.bias and holds.qk_norm and holds.bias and not holds.biased_qk_norm:
         yield Limit(f"{at}.bias", True, f"{holds.project} has no bias on o beside q/k norms; use false")
+    switches = {"qk_norm": holds.qk_norm, "bias": holds.bias}
     for name in ("heads", "kv_heads", "head_dim", "qk_norm", "bias"):
         value, same = getattr(attention, name), getattr(first, name)
-        if value != same:
+        if value != same and switches.get(name, True):
             yield Limit(f"{at}.{name}", value, f"all layers have the same; use {str(same).lower()}")
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from archspec.errors import ArchspecError
+from archspec.facts import TargetFacts
 from archspec.foreign_config import Choices
 from archspec.format import Plain, renamed_norms
-from archspec.layouts import Layout
+from archspec.layouts import Layout, Shape
 from archspec.limits import Holds
 from archspec.resolve import ResolvedSpec
 
@@ -26,6 +27,16 @@ class Sglang(Plain):
     def layout(self, names: Collection[str]) -> Layout:
         """See ``Format.layout``."""
         return replace(super().layout(names), plain_norm="hidden_norm")
+
+    def spec(
+        self, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: TargetFacts | None, source: str
+    ) -> ResolvedSpec:
+        """See ``Format.spec``; a draft that SGLang would run in another way is refused."""
+        spec = super().spec(config, shapes, target, source)
+        if problems := self.limits(spec):
+            told = "\n".join(f"{source}: {problem}" for problem in problems)
+            raise ArchspecError(f"{told}\n{source}: SGLang would not run this draft as it is; read it as vllm")
+        return spec
 
     def choices(self, config: Mapping[str, Any], source: str) -> Choices:
         """See ``Eagle3.choices``."""

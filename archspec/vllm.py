@@ -15,6 +15,7 @@ class Vllm(Plain):
     """See the module."""
 
     name, project = "vllm", "vLLM"
+    short_alone = 0
     holds = Holds(project="vLLM", qk_norm=True, bias=True, window=True)
 
     def copies(self, spec: ResolvedSpec, /) -> dict[str, str]:

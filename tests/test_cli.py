@@ -56,6 +56,11 @@ def write(path: Path, data: Any) -> Path:
     return path
 
 
+def own_hash(spec: Path, world: "World") -> str:
+    """The hash that show tells for a spec and the world's target."""
+    return str(json.loads(answered("show", spec, "-t", world.target, "--json"))["hash"])
+
+
 class World:
     """A target of 8 layers on disk, text of its own, and a feature store; ``search_file`` writes searches over them."""
 
@@ -125,6 +130,7 @@ def test_every_command_has_an_example() -> None:
     for command in ("presets", "show", "validate", "diff", "schema", "capture", "train", "eval", "search", "status"):
         assert f"archspec {command}" in answered(command, "--help")
     assert "archspec export" in answered("export", "--help")
+    assert "archspec import" in answered("import", "--help")
 
 
 def test_presets_tell_their_layers_and_fusion() -> None:
@@ -141,12 +147,17 @@ def test_show_as_written_resolved_and_with_a_target(world: World, tmp_path: Path
     shown = answered("show", spec, "--target", world.target)
     assert "aux_layers: [2, 4, 5]" in shown
     assert "layers.0 attention" in shown
-    assert "SpecForge's layout" not in shown
+    assert [line.split()[:3] for line in shown.splitlines() if line.startswith(("vllm", "sglang"))] == [
+        ["vllm", "0.32.0", "yes"],
+        ["sglang", "0.5.23", "yes"],
+    ]
     norms = write(tmp_path / "norms.yaml", SPEC | {"layers": [{"fusion": "concat", "attention": {"qk_norm": True}}]})
     told = answered("show", norms, "--target", world.target)
-    assert "SpecForge's layout cannot hold this draft:\n  layers.0.attention.qk_norm = true: use false" in told
+    rule = "layers.0.attention.qk_norm = true: use false (SGLang 0.5.23)"
+    assert [line.split(maxsplit=3)[2:] for line in told.splitlines() if line.startswith("sglang")] == [["no", rule]]
     data = json.loads(answered("show", spec, "--target", world.target, "--json"))
     assert sum(part["trainable_params"] for part in data["parts"].values()) == data["cost"]["trainable_params"]
+    assert {name: verdict["servable"] for name, verdict in data["servable"].items()} == {"vllm": "yes", "sglang": "yes"}
 
 
 def test_diff_names_fields_and_costs(world: World, tmp_path: Path) -> None:
@@ -183,6 +194,38 @@ def test_validate_tells_kinds_apart_and_reports_every_file(world: World, tmp_pat
     assert f"{bad}:3: layers.0.fusion = 'concatt': did you mean 'concat'?" in result.stderr
     assert f"{tmp_path / 'none.yaml'}: no such file" in result.stderr
     assert "neither spec" in refused("validate", write(tmp_path / "odd.yaml", {"colour": "red"}))
+
+
+def test_validate_for_an_engine(world: World, tmp_path: Path) -> None:
+    """A draft as it is; of a space or a search some draft. A resolved spec needs no target."""
+    known = ("--target", world.target)
+    norms = {"layers": [{"fusion": "concat", "attention": {"qk_norm": True}}, {"repeat": 2, "stream": "2h"}]}
+    good, bad = write(tmp_path / "good.yaml", SPEC), write(tmp_path / "bad.yaml", SPEC | norms)
+    assert answered("validate", good, *known, "--engine", "sglang") == f"{good}: a valid spec\n"
+    same = "all layers have the same; use true"
+    assert refused("validate", bad, *known, "--engine", "sglang").splitlines() == [
+        f"error: {bad}:5: sglang cannot serve layers.0.attention.qk_norm = true: use false (SGLang 0.5.23)",
+        f"error: {bad}:7: sglang cannot serve layers.1.stream = 2h: use h (SGLang 0.5.23)",
+        f"error: {bad}:6: sglang cannot serve layers.1.attention.qk_norm = false: {same} (SGLang 0.5.23)",
+    ]  # once for both repeats
+    assert f"{good}: whether vllm serves it depends on the target; give --target" in refused(
+        "validate", good, "--engine", "vllm"
+    )
+    assert "engine 'vlm': did you mean 'vllm'?" in refused("validate", good, *known, "--engine", "vlm")
+
+
+def test_validate_spaces_and_searches_for_an_engine(world: World, tmp_path: Path) -> None:
+    known = ("--target", world.target)
+    write(tmp_path / "norms.yaml", SPEC | {"layers": [{"fusion": "concat", "attention": {"qk_norm": True}}]})
+    space = write(tmp_path / "space.yaml", {"base": "norms.yaml", "choices": {"depth": [1, 2]}})
+    answered("validate", space, *known, "--engine", "vllm")
+    message = refused("validate", space, *known, "--engine", "sglang")
+    assert message.startswith(f"error: {space}: no draft of the space can be used: of 2 drawn, 2 break the constraints")
+    assert "sglang cannot serve layers.0.attention.qk_norm = true" in message
+    fixed = {"layers.all.attention.qk_norm": True, "head.vocab_size": 128}
+    search = world.search_file(tmp_path / "search.yaml", fixed=fixed, constraints={"servable_by": ["vllm"]})
+    answered("validate", search, *known, "--engine", "vllm")
+    assert "sglang cannot serve" in refused("validate", search, *known, "--engine", "sglang")
 
 
 # Bad input
@@ -328,7 +371,11 @@ def test_options_that_do_not_fit_together(world: World, tmp_path: Path) -> None:
     assert "is no count" in refused("train", "eagle3", "-f", world.features, "-o", tmp_path, "--tokens", "few")
     assert "holds no draft" in refused("export", tmp_path, "-f", world.features, "-o", tmp_path / "x")
     assert "by --target, or" in refused("export", tmp_path, "-o", tmp_path / "x")
-    assert "did you mean 'specforge'?" in refused("export", tmp_path, "-o", tmp_path / "x", "--format", "specforgee")
+    assert "did you mean 'specforge'?" in refused(
+        "export", tmp_path, "-f", world.features, "-o", tmp_path / "x", "--format", "specforgee"
+    )
+    assert "by --target, or" in refused("import", tmp_path, "-o", tmp_path / "x")
+    assert "config.json: no such file" in refused("import", tmp_path, "-f", world.features, "-o", tmp_path / "x")
 
 
 # One draft
@@ -386,6 +433,9 @@ def test_train_eval_export_one_draft(world: World, tmp_path: Path) -> None:
     answered("export", tmp_path / "one", "-f", world.features, "-o", tmp_path / "a")
     answered("export", tmp_path / "one", "-t", world.target, "-o", tmp_path / "b")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    told = answered("import", tmp_path / "a", "-f", world.features, "-o", tmp_path / "again")
+    assert told == f"{tmp_path / 'again'}: small, {own_hash(spec, world)}\n"
+    assert json.loads(answered("eval", tmp_path / "again", "-f", world.features, "--holdout", 0.1, "--json"))
     assert "exists; choose a new folder" in refused(
         "export", tmp_path / "one", "-f", world.features, "-o", tmp_path / "a"
     )
@@ -431,6 +481,14 @@ def test_search_end_to_end(world: World, tmp_path: Path) -> None:
     assert files >= {"search.yaml", "study.log", "leaderboard.csv", "provenance.json", "best/draft.safetensors"}
     assert files >= {f"trials/0001/{name}" for name in ("spec.yaml", "metrics.jsonl", "log.txt")}
     assert json.loads(answered("validate", run / "best-config.json", run / "best/spec.yaml", "--json"))
+    assert best["servable"]["vllm"]["servable"] == "yes"
+    answered("validate", run / "best-config.json", run / "best/spec.yaml", "--engine", "vllm")
+    best["spec"]["layers"][0]["stream"] = "2h"
+    other = tmp_path / "other-best.json"
+    other.write_text(json.dumps(best, indent=2))
+    line = 1 + other.read_text()[: other.read_text().index('"stream": "2h"')].count("\n")
+    told = refused("validate", other, "--engine", "vllm")
+    assert f"{other}:{line}: vllm cannot serve layers.0.stream = 2h: use h (vLLM 0.32.0)" in told
     status = json.loads(answered("status", run, "--json"))
     assert (status["state"], status["trials"]) == ("finished", {"ended": 2, "planned": 2})
     assert "2 of 2 trials" in answered("status", run)

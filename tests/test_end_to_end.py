@@ -9,7 +9,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from archspec.specforge import load
+from archspec.checkpoints import load
+from archspec.formats import FORMATS
 from archspec.weights import load_draft
 from cli import app
 from runners.features.capture import capture
@@ -92,18 +93,30 @@ def test_drafts_learnt_something(best: BestConfig) -> None:
 
 
 def test_saved_weights_replay_to_the_recorded_acceptance(folder: Path, best: BestConfig, store: FeatureStore) -> None:
-    """Written, read back, measured again: the same to the last digit, also through SpecForge's layout."""
+    """Written, read back, measured again: the same to the last digit, and the formats that hold the draft are told."""
     file = SearchFile.load(folder / "run" / "search.yaml")
     heldout = store.split(file.data.holdout)[1]
     draft = load_draft(folder / "run" / "best", store.weights())
     again = measure_acceptance(draft, store, heldout, file.objective)
     assert again.length == best.metrics.seed_lengths[0]
-    if not best.not_in_specforge:
-        out = folder / "exported"
-        words = ["export", str(folder / "run" / "best"), "--features", str(folder / "features"), "--out", str(out)]
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-        assert measure_acceptance(load(out), store, heldout, file.objective).length == again.length
+    assert best.draft_model_configs.keys() | best.not_held_by.keys() == FORMATS.keys()
+    assert {name for name, verdict in best.servable.items() if verdict["servable"] != "no"} <= FORMATS.keys()
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "specforge", "speculators"])
+def test_an_export_replays_to_the_acceptance_of_the_draft(form: str, folder: Path, store: FeatureStore) -> None:
+    """The baseline eagle3, which every format of its family holds."""
+    file = SearchFile.load(folder / "run" / "search.yaml")
+    heldout, trial, out = store.split(file.data.holdout)[1], folder / "run" / "trials" / "0000", folder / form
+    draft = load_draft(trial / "draft", store.weights())
+    assert draft.spec.name == "eagle3"
+    words = ["export", str(trial), "--features", str(folder / "features"), "--out", str(out), "--format", form]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    before = measure_acceptance(draft, store, heldout, file.objective)
+    after = measure_acceptance(load(out, target=store.weights()), store, heldout, file.objective)
+    assert before.length > 1.0
+    assert after.length == before.length
 
 
 def test_the_engine_loop_counts_what_the_evaluator_said(folder: Path, store: FeatureStore, target: Target) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ARROW = ("archspec", "search_spaces", "runners", "cli")
-INNER_ARROW = ("features", "training", "search", "display")
+INNER_ARROW = ("features", "training", "serving", "search", "display")
 RAY_FILE = "runners/search/ray_runner.py"
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from archspec.checkpoints import export, load
 from archspec.modules import Draft
 from archspec.presets import load_preset
 from archspec.resolve import resolve
-from archspec.specforge import export, load
 from runners.features.capture import capture
 from runners.features.chat import prompt_tokens
 from runners.features.conversations import Conversation, Generation, read_conversations
@@ -118,9 +118,10 @@ def test_evaluator_equals_decoding_loop(
         assert alone.cycles == len(by_id[document.id].accepted)
 
 
-def test_export_reload_replay(draft: Draft, store: FeatureStore, tmp_path: Path) -> None:
-    """A draft in SpecForge's layout, read back, accepts exactly what it accepted in memory."""
-    export(draft, tmp_path)
+@pytest.mark.parametrize("form", ["vllm", "sglang", "specforge", "speculators"])
+def test_export_reload_replay(form: str, draft: Draft, store: FeatureStore, tmp_path: Path) -> None:
+    """A draft in another project's format, read back, accepts exactly what it accepted in memory."""
+    export(draft, tmp_path, form)
     indices = [document.index for document in store.documents][:20]
     before = measure_acceptance(draft, store, indices, EvalSettings())
     after = measure_acceptance(load(tmp_path), store, indices, EvalSettings())

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from archspec.facts import TargetFacts
+from archspec.limits import Holds
 from archspec.spec import DraftSpec
 
 _SLOW_FIRST_DRAW = [HealthCheck.too_slow]
@@ -128,3 +129,84 @@ def _attentions(draw: st.DrawFn) -> dict[str, Any]:
         "window": draw(st.none() | st.integers(2, 5)),
         "norm": draw(st.sampled_from(["own", "none"])),
     }
+
+
+@st.composite
+def eagle3_specs(draw: st.DrawFn, holds: Holds) -> DraftSpec:
+    """A spec for ``TOY`` of the EAGLE-3 family, drawn from all that ``holds`` says a project takes."""
+    width: int = draw(st.sampled_from([TOY.hidden_size, 8, 24] if holds.other_width else [TOY.hidden_size]))
+    copies = width == TOY.hidden_size
+    embeddings = ["frozen", "trained"] if holds.own_embedding else ["frozen"]
+    head_norm = draw(st.sampled_from(holds.head_norms))
+    feedback = draw(st.sampled_from(["pre_norm"] if head_norm == "none" else holds.feedbacks))
+    return DraftSpec.model_validate(
+        {
+            "name": draw(_NAMES.filter(str.strip)),
+            "inputs": {
+                "aux_layers": draw(_held_aux_layers(holds, width)),
+                "norm": draw(st.sampled_from(holds.input_norms)),
+            },
+            "hidden_size": width,
+            "embedding": draw(st.sampled_from(embeddings)) if copies else "trained",
+            "layers": draw(_held_stacks(holds)),
+            "feedback": feedback,
+            "head": {
+                "vocab_size": draw(st.sampled_from(["full", TOY.vocab_size]) | st.integers(1, TOY.vocab_size - 1)),
+                "weights": draw(st.sampled_from(["own", "target"])) if copies else "own",
+                "norm": head_norm,
+            },
+            "rope_theta": draw(st.sampled_from(["target", 100, 1e6])),
+            "norm_eps": draw(st.sampled_from(["target", 1e-6])),
+        }
+    )
+
+
+@st.composite
+def _held_aux_layers(draw: st.DrawFn, holds: Holds, hidden_size: int) -> list[int]:
+    """Any layers that can be read; so many that fc is not skipped where a project skips a square one."""
+    ids = [i for i in range(TOY.num_layers + 1) if (i or holds.embedding_id) and (i < TOY.num_layers or holds.last_id)]
+    square = hidden_size // TOY.hidden_size if holds.skips_square_fc and hidden_size % TOY.hidden_size == 0 else 0
+    chosen = draw(st.sets(st.sampled_from(ids), min_size=1, max_size=5).filter(lambda chosen: len(chosen) != square))
+    return sorted(chosen)
+
+
+@st.composite
+def _held_stacks(draw: st.DrawFn, holds: Holds) -> list[dict[str, Any]]:
+    """One fused layer and plain ones of the same sizes; only windows may differ, between one width and none."""
+    attention = draw(_attentions()) | {"norm": "own"}
+    attention["qk_norm"] = holds.qk_norm and attention["qk_norm"]
+    biased = holds.bias and (holds.biased_qk_norm or not attention["qk_norm"])
+    attention["bias"] = biased and attention["bias"]
+    window = draw(st.integers(2, 5)) if holds.window else None
+    mlp = {
+        "intermediate_size": draw(st.sampled_from(["target", 3, 7])),
+        "residual": draw(st.booleans()),  # of a single MLP both are the same draft
+        "norm": draw(st.sampled_from(["own", "shared"])),
+    }
+    layers = [
+        {"fusion": "none", "attention": attention | {"window": draw(st.sampled_from([None, window]))}, "mlp": mlp}
+        for _ in range(draw(st.integers(1, holds.max_layers or 3)))
+    ]
+    layers[0] |= {"fusion": "concat", "residual_from": draw(st.sampled_from(holds.residuals))}
+    return layers
+
+
+@st.composite
+def eagle1_specs(draw: st.DrawFn) -> DraftSpec:
+    """A spec for ``TOY`` of the EAGLE-1 family: one fusing projection, the target's last state, norm and head."""
+    attention = draw(_attentions()) | {"qk_norm": False, "bias": False, "window": None, "norm": "own"}
+    mlp = {"intermediate_size": draw(st.sampled_from(["target", 3, 7]))}
+    layer: dict[str, Any] = {"fusion": "none", "attention": attention, "mlp": mlp}
+    first = {"fusion": "project", "fusion_bias": draw(st.booleans()), "attention": attention | {"norm": "none"}}
+    layers = [layer | first, *[layer] * draw(st.integers(0, 2))]
+    return DraftSpec.model_validate(
+        {
+            "name": draw(_NAMES.filter(str.strip)),
+            "inputs": {"aux_layers": ["last"], "norm": "target", "projection": "none", "bias": draw(st.booleans())},
+            "embedding": draw(st.sampled_from(["frozen", "trained"])),
+            "layers": layers,
+            "head": {"vocab_size": "full", "weights": "target", "norm": "none"},
+            "rope_theta": draw(st.sampled_from(["target", 100, 1e6])),
+            "norm_eps": draw(st.sampled_from(["target", 1e-6])),
+        }
+    )

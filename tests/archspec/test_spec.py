@@ -28,6 +28,11 @@ PRESETS = [
 ]
 
 
+FORMAT_MODULES = (
+    *("layouts", "limits", "foreign_config", "format", "formats", "servable"),
+    *("vllm", "sglang", "specforge", "speculators", "eagle1"),
+)
+
 AUX_RULE = "must be a target layer id (0 = embeddings, i = output of layer i) or one of low, middle, high, last"
 LAYER_KEYS = "repeat, fusion, fusion_bias, stream, residual_from, attention, mlp"
 
@@ -247,6 +252,6 @@ def test_documents_of_presets_and_files_tell_the_lines(tmp_path: Path) -> None:
 
 def test_specs_need_no_torch() -> None:
     """A command that only reads specs answers within a second; importing torch alone takes longer."""
-    names = ("spec", "resolve", "presets", "cost", "facts", "files", "schema", "errors")
+    names = ("spec", "resolve", "presets", "cost", "facts", "files", "schema", "errors", *FORMAT_MODULES)
     program = f"import sys\nfor name in {names!r}: __import__('archspec.' + name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

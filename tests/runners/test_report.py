@@ -11,11 +11,13 @@ import jsonschema
 import pytest
 
 from archspec.cost import draft_params, flops_per_token, trainable_params
+from archspec.formats import FORMATS, configs
+from archspec.servable import servable_by, verdicts
 from archspec.weights import load_draft, save_draft
 from runners.features.store import FeatureStore
 from runners.search.driver import Search
 from runners.search.executor import Event, Failure
-from runners.search.report import judge, metrics_of, write_leaderboard, write_provenance, write_results
+from runners.search.report import best_config, judge, metrics_of, write_leaderboard, write_provenance, write_results
 from runners.search.result import BestConfig
 from runners.search.run_folder import RunFolder
 from runners.search.study import Record
@@ -27,8 +29,8 @@ from tests.runners.tasks import rung_task
 
 COLUMNS = (  # as the file's first line
     "rank,trial,name,baseline,state,rungs,train_tokens,acceptance_length,low,high,seeds,failed_seeds,seed_std,acceptance_rate,"
-    "alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,loss,tokens_per_second,train_seconds,dtype,seed,data,"
-    "own_text,learning_rate,failure_kind,failure,hash"
+    "alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,servable_by,loss,tokens_per_second,train_seconds,"
+    "dtype,seed,data,own_text,learning_rate,failure_kind,failure,hash"
 )
 
 
@@ -124,7 +126,7 @@ def test_best_config_keeps_its_own_schema_and_says_what_is_asked_of_it(
     data = json.loads(search.folder.best_config.read_text(encoding="utf-8"))
     jsonschema.validate(data, BestConfig.model_json_schema())
     winner = ranked[0]
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert data["spec"] == winner.spec.model_dump(mode="json")
     assert data["spec_as_written"] == winner.candidate.written.model_dump(mode="json")
     assert data["metrics"] == metrics_of(winner).model_dump(mode="json")
@@ -138,9 +140,29 @@ def test_best_config_keeps_its_own_schema_and_says_what_is_asked_of_it(
     assert data["data"]["train_conversations"] + data["data"]["heldout_conversations"] == 12
     assert data["hardware"]["cores"] >= 1
     assert data["code_version"]
-    assert data["draft_model_config"]["hidden_size"] == 32
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**data, "version": 2}, BestConfig.model_json_schema())
+        jsonschema.validate({**data, "version": 1}, BestConfig.model_json_schema())
+
+
+def test_best_config_says_who_serves_and_who_holds_the_draft(done: tuple[Search, Sequence[Record]]) -> None:
+    search, ranked = done
+    data = json.loads(search.folder.best_config.read_text(encoding="utf-8"))
+    spec = ranked[0].spec
+    assert data["servable"] == {verdict.engine: verdict.as_dict() for verdict in verdicts(spec)}
+    assert data["draft_model_configs"] == configs(spec)
+    assert data["draft_model_configs"].keys() | data["not_held_by"].keys() == FORMATS.keys()
+    assert not data["draft_model_configs"].keys() & data["not_held_by"].keys()
+    assert "inputs.norm = none: EAGLE-1 has target; use target" in data["not_held_by"]["eagle1"]
+    plain = best_config(search, [record for record in ranked if record.name == "eagle3"])
+    assert plain.servable["vllm"]["servable"] == "yes"
+    assert plain.draft_model_configs.keys() == {"vllm", "specforge", "speculators"}
+    assert plain.draft_model_configs["vllm"]["hidden_size"] == 32
+    assert plain.not_held_by["sglang"] == [
+        "inputs.aux_layers = [1, 2, 3]: SGLang cannot read the last layer's output; use layers up to 2"
+    ]
+    rows = {row["name"]: row for row in leaderboard(search.folder)}
+    assert rows["eagle3"]["servable_by"] == "vllm"
+    assert rows[data["name"]]["servable_by"] == " ".join(servable_by(spec))
 
 
 def test_the_winners_weights_are_copied(done: tuple[Search, Sequence[Record]]) -> None:

@@ -8,6 +8,8 @@ from archspec.errors import ArchspecError
 from archspec.presets import load_preset
 from archspec.resolve import resolve
 from archspec.schema import Document
+from archspec.servable import ENGINES
+from search_spaces import Space, require_feasible
 from search_spaces.constraints import Bound, ByteBound, Constraints
 from tests.smollm2 import SMOLLM2
 
@@ -61,6 +63,7 @@ def test_margins_suit_optuna() -> None:
         ("parms: {max: 3}", "c.yaml:1: parms: unknown key; did you mean 'params'?"),
         ("params: {max: -3}", "c.yaml:1: params.max = -3: input should be greater than 0"),
         ("bytes: {max: 3, dtype: bf16}", "c.yaml:1: bytes.dtype = 'bf16': did you mean 'bfloat16'?"),
+        ("servable_by: [vlm]", "c.yaml:1: servable_by.0 = 'vlm': did you mean 'vllm'? choose from vllm, sglang"),
         ("params: 3", "c.yaml:1: params = 3: must be a mapping with keys from min, max"),
     ],
 )
@@ -68,3 +71,45 @@ def test_bad_constraints(text: str, message: str) -> None:
     with pytest.raises(ArchspecError) as caught:
         parse(text)
     assert str(caught.value).startswith(message)
+
+
+# Engines
+
+
+QWEN3, WIDE = (resolve(load_preset(name), SMOLLM2) for name in ("eagle3-qwen3", "eagle3-wide-stream"))
+
+
+def test_an_engine_counts_the_fields_that_it_cannot_serve() -> None:
+    constraints = parse("servable_by: [vllm, sglang]")
+    assert constraints.margins(SPEC) == {"servable_by.vllm": 0, "servable_by.sglang": 0}
+    assert constraints.violations(SPEC) == {}
+    assert constraints.reason(SPEC) is None
+    assert constraints.violations(QWEN3) == {"servable_by.sglang": 1}
+    assert constraints.margins(WIDE) == {"servable_by.vllm": 2, "servable_by.sglang": 2}
+    for name, margin in constraints.margins(WIDE).items():
+        optuna.create_study().ask().set_constraint(name, margin)
+
+
+def test_reason_names_engine_field_and_source() -> None:
+    told = "sglang cannot serve layers.0.attention.qk_norm = true: use false (SGLang 0.5.23)"
+    assert parse("servable_by: [vllm, sglang]").reason(QWEN3) == told
+    told = "vllm cannot serve layers.0.stream = 2h: use h (vLLM 0.32.0); layers.1.stream = 2h: use h (vLLM 0.32.0)"
+    assert parse("servable_by: [vllm]").reason(WIDE) == told
+
+
+def test_a_note_is_no_limit() -> None:
+    deep = resolve(load_preset("eagle3-deep-fused-once"), SMOLLM2)
+    assert ENGINES["sglang"].verdict(deep).word == "with a note"
+    assert parse("servable_by: [sglang]").reason(deep) is None
+
+
+def test_a_space_without_a_servable_draft_is_refused() -> None:
+    space = {"base": "eagle3", "choices": {"depth": [1, 2]}}
+    fixed = {"layers.all.attention.qk_norm": True}
+    require_feasible(Space.model_validate(space), SMOLLM2, fixed, parse("servable_by: [vllm]"))
+    with pytest.raises(ArchspecError) as caught:
+        require_feasible(Space.model_validate(space), SMOLLM2, fixed, parse("servable_by: [sglang]"))
+    assert str(caught.value) == (
+        "no draft of the space can be used: of 2 drawn, 2 break the constraints, the nearest one as "
+        "sglang cannot serve layers.0.attention.qk_norm = true: use false (SGLang 0.5.23)"
+    )

@@ -1,0 +1,222 @@
+"""What other projects' configs may say: keys that contradict each other or the target are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from archspec.checkpoints import export, load, pack, read
+from archspec.errors import ArchspecError
+from archspec.foreign_config import LlamaKeys
+from archspec.formats import FORMATS, format_of
+from archspec.modules import Draft
+from archspec.resolve import ResolvedSpec
+from tests.archspec.drafts import logits, make, make_draft
+from tests.archspec.strategies import TOY
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+AUX = "eagle_aux_hidden_state_layer_ids"
+VLLM = FORMATS["vllm"]
+PLAIN_ROPE = "only plain rotary positions are supported; use a draft without rope scaling"
+OURS = ("draft_archspec", AUX, "eagle_config", "num_aux_hidden_states")
+
+
+@pytest.fixture(scope="module")
+def draft() -> Draft:
+    return make_draft(make())
+
+
+@pytest.fixture(scope="module")
+def tensors(draft: Draft) -> dict[str, Tensor]:
+    return pack(draft, VLLM)
+
+
+def spec_of(draft: Draft, tensors: dict[str, Tensor], changed: dict[str, Any], form: str = "vllm") -> ResolvedSpec:
+    """Read with some keys of the config changed; None leaves a key out."""
+    config = VLLM.config(draft.spec) | changed
+    known = {key: value for key, value in config.items() if value is not None}
+    return read(FORMATS[form], known, tensors, TOY, "checkpoint")[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_hidden_layers": 2}, "layers.1.input_layernorm.weight: missing from the file"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': must be silu, the only activation that drafts have here"),
+        (
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings = True: must be false: the head of a draft is a tensor of its own",
+        ),
+        ({"model_type": "gpt2"}, "model_type = 'gpt2': choose from llama, qwen3"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling.rope_type = 'linear': " + PLAIN_ROPE,
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "rope_parameters.rope_type = 'llama3': " + PLAIN_ROPE,
+        ),
+        ({"rope_theta": 5.0}, "rope_theta and rope_parameters.rope_theta must agree, but are [5.0, 10000.0]"),
+        ({"hidden_size": None}, "hidden_size: this key is required"),
+        ({"vocab_size": 60}, "vocab_size = 60, but the target has 48; name the draft's target"),
+        ({"target_hidden_size": 32}, "target_hidden_size = 32, but the target has 16; name the draft's target"),
+        ({"hidden_size": 32}, "target_hidden_size = 32, but the target has 16; name the draft's target"),
+        (
+            {AUX: [1, 3, 4]},
+            f"eagle_config.{AUX} must be one less than {AUX} at every place, but they are [1, 3, 4] and [1, 3, 4]",
+        ),
+        ({"eagle_config": [1]}, "eagle_config = [1]: must be a mapping"),
+        ({AUX: ["low"]}, f"{AUX} = ['low']: must be a list of layer ids"),
+        ({AUX: []}, f"{AUX} = []: must be a list of layer ids"),
+        ({"eagle_config": {AUX: [True]}}, f"eagle_config.{AUX} = [True]: must be a list of layer ids"),
+        (
+            {"num_aux_hidden_states": 5},
+            f"num_aux_hidden_states = 5, but {AUX} names 3 layers: [2, 4, 5]",
+        ),
+        (
+            {"num_aux_hidden_states": 5, AUX: None, "eagle_config": None},
+            f"num_aux_hidden_states = 5, but without {AUX} a draft reads 3 layers: [2, 4, 5]",
+        ),
+        ({"norm_output": 1}, "norm_output = 1: must be true or false"),
+        ({"fc_norm": "yes"}, "fc_norm = 'yes': must be true or false"),
+        (
+            {"fc_norm": True, "norm_before_fc": True},
+            "fc_norm and norm_before_fc are both true; a draft has one of them",
+        ),
+        ({AUX: [2, 4, 9], "eagle_config": {AUX: [1, 3, 8]}}, "inputs.aux_layers: layer 9 is beyond the target"),
+        ({"draft_archspec": 3}, "draft_archspec = 3: must be a mapping"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_does_not_fit_is_refused_by_key(
+    draft: Draft, tensors: dict[str, Tensor], changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArchspecError) as caught:
+        spec_of(draft, tensors, changed)
+    assert str(caught.value).splitlines()[0].startswith(f"checkpoint: {message}")
+
+
+def test_what_is_left_out_has_a_default(draft: Draft, tensors: dict[str, Tensor]) -> None:
+    """Rotary base of either layout, EAGLE-3's aux layers, kv heads as heads, head_dim by division."""
+    assert (
+        spec_of(draft, tensors, dict.fromkeys((AUX, "eagle_config", "num_aux_hidden_states"))).hash == draft.spec.hash
+    )
+    for changed in ({"rope_theta": None}, {"rope_parameters": None}):
+        assert spec_of(draft, tensors, changed).rope_theta == 10_000.0
+    older = {"rope_theta": None, "rope_parameters": None, "rope_scaling": {"type": "default", "rope_theta": 7.0}}
+    assert spec_of(draft, tensors, older).rope_theta == 7.0
+    assert spec_of(draft, tensors, {"head_dim": None}).hash == draft.spec.hash
+    wide = make_draft(make(layers=[{"fusion": "concat", "attention": {"kv_heads": 4}}]))
+    assert spec_of(wide, pack(wide, VLLM), {"num_key_value_heads": None}).hash == wide.spec.hash
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "expected"),
+    [
+        ("vllm", {AUX: [1, 2, 3]}, (1, 2, 3)),
+        ("vllm", {"eagle_config": {AUX: [1, 2, 3]}}, (1, 2, 3)),  # vLLM takes a lone list as one of its own
+        ("sglang", {"eagle_config": {AUX: [1, 2, 3]}}, (2, 3, 4)),
+        ("specforge", {"eagle_config": {AUX: [1, 2, 3]}}, (2, 3, 4)),
+        ("vllm", {AUX: [2, 3, 4], "eagle_config": {AUX: [1, 2, 3]}}, (2, 3, 4)),
+        ("vllm", {AUX: [1, 2, 3], "eagle_config": {"use_aux_hidden_state": True}}, (1, 2, 3)),
+        ("vllm", {}, (2, 4, 5)),
+    ],
+)
+def test_layer_ids_count_as_each_place_counts(
+    draft: Draft, tensors: dict[str, Tensor], form: str, config: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    spec = spec_of(draft, tensors, {AUX: None, "eagle_config": None, **config}, form)
+    assert spec.inputs.aux_layers == expected
+
+
+def test_ids_that_stand_in_eagle_config_alone_need_the_format(draft: Draft, tensors: dict[str, Tensor]) -> None:
+    config = VLLM.config(draft.spec)
+    del config[AUX]
+    with pytest.raises(ArchspecError) as caught:
+        format_of(config, tensors, "checkpoint")
+    assert str(caught.value) == (
+        f"checkpoint: {AUX} stands in eagle_config alone, and projects read it differently: SpecForge and SGLang count "
+        "such ids from 0, vLLM from 1; say which by --format specforge, sglang or vllm"
+    )
+
+
+WINDOWS: list[tuple[dict[str, Any], tuple[int | None, int | None]]] = [
+    ({"sliding_window": 4}, (None, None)),
+    ({"sliding_window": 4, "use_sliding_window": True}, (None, None)),
+    ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}, (None, 4)),
+    ({"sliding_window": 4, "use_sliding_window": True, "layer_types": [SLIDING, FULL]}, (4, None)),
+    ({"sliding_window": 4, "layer_types": [SLIDING, FULL]}, (None, None)),
+    ({"sliding_window": 4, "layer_types": [SLIDING, FULL], "model_type": "llama"}, (4, None)),
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), WINDOWS)
+def test_windows_are_what_transformers_makes_of_the_keys(
+    keys: dict[str, Any], expected: tuple[int | None, int | None]
+) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    read_keys = LlamaKeys.model_validate({**sizes, "num_hidden_layers": 2, "model_type": "qwen3", **keys})
+    assert (read_keys.window(0), read_keys.window(1)) == expected
+    if read_keys.model_type == "qwen3":
+        theirs = Qwen3Config(**{**sizes, "num_hidden_layers": 2, **keys})
+        slides = [kind == SLIDING and theirs.sliding_window is not None for kind in theirs.layer_types]
+        assert [window is not None for window in expected] == slides
+
+
+def test_a_draft_that_sglang_would_run_in_another_way_is_not_read_as_its(draft: Draft) -> None:
+    biased = make_draft(make(layers=[{"fusion": "concat", "attention": {"bias": True}}]))
+    with pytest.raises(ArchspecError) as caught:
+        spec_of(biased, pack(biased, VLLM), {}, "sglang")
+    assert str(caught.value).splitlines() == [
+        "checkpoint: layers.0.attention.bias = true: use false",
+        "checkpoint: SGLang would not run this draft as it is; read it as vllm",
+    ]
+
+
+def test_a_count_of_layers_beyond_reason_is_refused_before_any_list_is_made(
+    draft: Draft, tensors: dict[str, Tensor]
+) -> None:
+    with pytest.raises(
+        ArchspecError, match="num_hidden_layers = 1000000000: input should be less than or equal to 256"
+    ):
+        spec_of(draft, tensors, {"num_hidden_layers": 10**9})
+
+
+def test_eagle_config_goes_before_the_top_for_the_norm_before_fc(draft: Draft) -> None:
+    joint = make_draft(make(inputs={"norm": "joint"}))
+    nested = {"norm_before_fc": False, "eagle_config": {AUX: [1, 3, 4], "norm_before_fc": True}}
+    assert spec_of(joint, pack(joint, VLLM), nested).hash == joint.spec.hash
+    nested = {"norm_before_fc": True, "eagle_config": {AUX: [1, 3, 4], "norm_before_fc": False}}
+    assert spec_of(draft, pack(draft, VLLM), nested).hash == draft.spec.hash
+
+
+def test_a_draft_of_an_unknown_or_another_target_is_refused(draft: Draft, tmp_path: Path) -> None:
+    export(draft, tmp_path, "vllm")
+    with pytest.raises(ArchspecError, match="the draft is for another target: num_layers 8 there, 9 here"):
+        load(tmp_path, facts=TOY.model_copy(update={"num_layers": 9}))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"draft_archspec": {"target": {"hidden_size": 0}}}), encoding="utf-8")
+    with pytest.raises(ArchspecError) as caught:
+        load(tmp_path)
+    assert f"{tmp_path}: draft_archspec.target: model_type: this key is required" in str(caught.value)
+    path.write_text(json.dumps(config | {"draft_archspec": {}}), encoding="utf-8")
+    with pytest.raises(ArchspecError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: does not say which target the draft is for; name the target"
+
+
+def test_a_foreign_checkpoint_reads_the_default_layers_of_the_named_target(draft: Draft, tmp_path: Path) -> None:
+    export(draft, tmp_path, "vllm")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in OURS}), encoding="utf-8")
+    again = load(tmp_path, facts=TOY)
+    assert again.spec.hash == draft.spec.hash
+    assert again.spec.name == "vLLM"
+    for theirs, expected in zip(logits(again), logits(draft), strict=True):
+        torch.testing.assert_close(theirs, expected, rtol=1e-5, atol=1e-5)
