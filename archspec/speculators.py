@@ -22,7 +22,15 @@ class Speculators(Eagle3):
     """See the module."""
 
     name, project = "speculators", "speculators"
-    holds = Holds(project="speculators", qk_norm=True, bias=True, biased_qk_norm=True, window=True, other_width=False)
+    holds = Holds(
+        project="speculators",
+        qk_norm=True,
+        bias=True,
+        biased_qk_norm=True,
+        window=True,
+        embedding_id=True,
+        other_width=False,
+    )
     written = Layout(lambda i: f"layers.{i}")
 
     def config(self, spec: ResolvedSpec, verifier: str | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class Vllm(Plain):
 
     name, project = "vllm", "vLLM"
     short_alone = 0
-    holds = Holds(project="vLLM", qk_norm=True, bias=True, window=True)
+    holds = Holds(project="vLLM", qk_norm=True, bias=True, window=True, embedding_id=True)
 
     def copies(self, spec: ResolvedSpec, /) -> dict[str, str]:
         """See the module."""

@@ -1,11 +1,23 @@
-"""What people type on the command line, as values."""
+"""What people type on the command line: options that several commands have, and values from text."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from archspec.errors import ArchspecError
 from archspec.schema import Document
+
+SpecArgument = Annotated[str, typer.Argument(help="A preset's name, or a spec file.")]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", "-t", help="Model folder, .gguf file, package:NAME or hub name.")
+]
+FeaturesOption = Annotated[Path, typer.Option("--features", "-f", help="Feature store, made by capture.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU where there is one.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+HoldoutOption = Annotated[float, typer.Option(help="Share of conversations that measures and never trains.")]
+LengthOption = Annotated[int, typer.Option("--draft-length", "-k", min=1, help="Tokens drafted a cycle.")]
 
 
 def count(text: str | int) -> int:

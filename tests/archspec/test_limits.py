@@ -9,9 +9,9 @@ from tests.archspec.drafts import CONCAT, make, preset
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
-        "vllm",
+        "sglang",
         {"inputs": {"aux_layers": [0, 4, 5]}},
-        "inputs.aux_layers = [0, 4, 5]: vLLM cannot read the embedding (0); use layers from 1",
+        "inputs.aux_layers = [0, 4, 5]: SGLang cannot read the embedding (0); use layers from 1",
     ),
     (
         "sglang",

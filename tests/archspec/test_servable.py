@@ -38,7 +38,7 @@ deviation                                          | vllm              | sglang
 inputs.aux_layers=[15]                             | yes               | no aux_layers
 inputs.aux_layers=[2,27]                           | yes               | yes
 inputs.aux_layers=[2,9,15,21,27]                   | yes               | yes
-inputs.aux_layers=[0,15,27]                        | no aux_layers     | no aux_layers
+inputs.aux_layers=[0,15,27]                        | yes               | no aux_layers
 inputs.aux_layers=[2,15,last]                      | yes               | no aux_layers
 inputs.norm=each                                   | yes               | yes
 inputs.norm=joint                                  | yes               | yes
