@@ -31,7 +31,8 @@ class Holds:
     ``embedding_id`` and ``last_id``: whether layers 0 and n can be aux layers. ``own_embedding``: whether an embedding
     of its own survives in a draft as wide as the target; ``other_width``: whether a draft may have another width.
     ``skips_square_fc``: whether fc is skipped where the aux states together are as wide as the draft.
-    ``biased_qk_norm``: whether q/k norms and biases go together. ``first_fusion`` and ``first_norm`` are the first
+    ``biased_qk_norm``: whether q/k norms and biases go together. ``mixed_windows``: whether some layers may
+    have a window and others none. ``first_fusion`` and ``first_norm`` are the first
     layer's fusion and norm before attention.
     """
 
@@ -47,6 +48,7 @@ class Holds:
     bias: bool = False
     biased_qk_norm: bool = False
     window: bool = False
+    mixed_windows: bool = False
     embedding_id: bool = False
     last_id: bool = True
     own_embedding: bool = True
@@ -59,7 +61,7 @@ def limits(spec: ResolvedSpec, holds: Holds) -> list[Limit]:
     found = [*_of_inputs(spec, holds), *_of_whole(spec, holds)]
     for i, layer in enumerate(spec.layers):
         found += of_layer(f"layers.{i}", i, layer, spec.layers[0], holds)
-    return found + (list(_of_windows(spec)) if holds.window else [])
+    return found + (list(_of_windows(spec, holds)) if holds.window else [])
 
 
 def _of_inputs(spec: ResolvedSpec, holds: Holds) -> Iterator[Limit]:
@@ -134,13 +136,15 @@ def _of_attention(at: str, attention: ResolvedAttention, first: ResolvedAttentio
             yield Limit(f"{at}.{name}", value, f"all layers have the same; use {str(same).lower()}")
 
 
-def _of_windows(spec: ResolvedSpec) -> Iterator[Limit]:
-    """Configs have one window, which any layers may use."""
+def _of_windows(spec: ResolvedSpec, holds: Holds) -> Iterator[Limit]:
+    """Configs have one window, which all layers use or, where the project can mix, any of them."""
     windows = {i: layer.attention.window for i, layer in enumerate(spec.layers) if layer.attention is not None}
-    used = {i: window for i, window in windows.items() if window is not None}
-    for i, window in used.items():
-        if window != (first := next(iter(used.values()))):
-            yield Limit(f"layers.{i}.attention.window", window, f"all windows are the same; use {first} or null")
+    first = next((window for window in windows.values() if window is not None), None)
+    for i, window in windows.items():
+        if window not in (first, None) or (window is None and not holds.mixed_windows and first is not None):
+            others = " or null" if holds.mixed_windows else ""
+            value = "null" if window is None else window
+            yield Limit(f"layers.{i}.attention.window", value, f"all windows are the same; use {first}{others}")
 
 
 def _either(values: tuple[str, ...]) -> str:

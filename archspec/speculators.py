@@ -28,6 +28,7 @@ class Speculators(Eagle3):
         bias=True,
         biased_qk_norm=True,
         window=True,
+        mixed_windows=True,
         embedding_id=True,
         other_width=False,
     )

@@ -172,19 +172,20 @@ def _held_aux_layers(draw: st.DrawFn, holds: Holds, hidden_size: int) -> list[in
 
 @st.composite
 def _held_stacks(draw: st.DrawFn, holds: Holds) -> list[dict[str, Any]]:
-    """One fused layer and plain ones of the same sizes; only windows may differ, between one width and none."""
+    """One fused layer and plain ones of the same sizes; windows may differ, between one width and none, where held."""
     attention = draw(_attentions()) | {"norm": "own"}
     attention["qk_norm"] = holds.qk_norm and attention["qk_norm"]
     biased = holds.bias and (holds.biased_qk_norm or not attention["qk_norm"])
     attention["bias"] = biased and attention["bias"]
-    window = draw(st.integers(2, 5)) if holds.window else None
+    window = draw(st.none() | st.integers(2, 5)) if holds.window else None
+    windows = [window, None] if holds.mixed_windows else [window]
     mlp = {
         "intermediate_size": draw(st.sampled_from(["target", 3, 7])),
         "residual": draw(st.booleans()),  # of a single MLP both are the same draft
         "norm": draw(st.sampled_from(["own", "shared"])),
     }
     layers = [
-        {"fusion": "none", "attention": attention | {"window": draw(st.sampled_from([None, window]))}, "mlp": mlp}
+        {"fusion": "none", "attention": attention | {"window": draw(st.sampled_from(windows))}, "mlp": mlp}
         for _ in range(draw(st.integers(1, holds.max_layers or 3)))
     ]
     layers[0] |= {"fusion": "concat", "residual_from": draw(st.sampled_from(holds.residuals))}

@@ -55,6 +55,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("vllm", {"layers": [CONCAT, {"residual_from": "normed"}]}, "layers.1.residual_from = normed: use raw"),
     (
         "vllm",
+        {"layers": [{**CONCAT, "attention": {"window": 9}}, {"attention": {"window": 5}}]},
+        "layers.1.attention.window = 5: all windows are the same; use 9",
+    ),
+    (
+        "vllm",
+        {"layers": [{**CONCAT, "attention": {"window": 9}}, {}]},
+        "layers.1.attention.window = null: all windows are the same; use 9",
+    ),
+    (
+        "speculators",
         {"layers": [{**CONCAT, "attention": {"window": 9}}, {}, {"attention": {"window": 5}}]},
         "layers.2.attention.window = 5: all windows are the same; use 9 or null",
     ),
