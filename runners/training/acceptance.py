@@ -30,13 +30,13 @@ from archspec.unroll import unroll
 from runners.features.onednn import onednn_linears
 from runners.features.store import FeatureStore
 from runners.training.batches import Batch, length_batches, read_batch
+from runners.training.parallel import ALONE, Workers
 from runners.training.settings import EvalSettings
+from runners.training.sizes import HEAD_ROWS
 from runners.training.teacher import Teacher
 
 Floats = NDArray[np.float64]
 Chance = Callable[[Draft, Tensor, Tensor, Tensor], Tensor]
-
-_HEAD_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,21 @@ class Acceptance:
 
 
 def measure_acceptance(
-    draft: Draft, store: FeatureStore, indices: Sequence[int], settings: EvalSettings, device: str = "cpu"
+    draft: Draft,
+    store: FeatureStore,
+    indices: Sequence[int],
+    settings: EvalSettings,
+    device: str = "cpu",
+    workers: Workers = ALONE,
 ) -> Acceptance:
-    """Acceptance of ``draft`` on the documents ``indices`` of ``store``.
+    """Acceptance of ``draft`` on the documents ``indices`` of ``store``; each of ``workers`` measures some batches.
 
     Raises:
         ArchspecError: no document among ``indices`` has a response long enough to draft for.
     """
     k = settings.draft_length
     counts: dict[int, list[Counts]] = {}
-    for index, chances in acceptance_chances(draft, store, indices, settings, device):
+    for index, chances in acceptance_chances(draft, store, indices, settings, device, workers):
         per_length = counts.setdefault(index, [Counts.zero(n) for n in range(1, k + 1)])
         for n in range(1, k + 1):
             per_length[n - 1] += count_cycles(chances[:, :n])
@@ -126,7 +131,12 @@ def measure_acceptance(
 
 @torch.no_grad()
 def acceptance_chances(
-    draft: Draft, store: FeatureStore, indices: Sequence[int], settings: EvalSettings, device: str = "cpu"
+    draft: Draft,
+    store: FeatureStore,
+    indices: Sequence[int],
+    settings: EvalSettings,
+    device: str = "cpu",
+    workers: Workers = ALONE,
 ) -> list[tuple[int, Floats]]:
     """(document, r [rows, k]) of every response: the chance that each start row's drafted tokens are accepted.
 
@@ -142,7 +152,7 @@ def acceptance_chances(
         chance = partial(_sampled_chance, temperature=temperature, vocab_ids=draft.vocab_ids)
     lengths = {index: store.documents[index].length for index in indices}
     result: list[tuple[int, Floats]] = []
-    for documents in length_batches(lengths, settings.batch_tokens):
+    for documents in workers.share(length_batches(lengths, settings.batch_tokens)):
         batch = read_batch(store, documents, draft.spec.inputs.aux_layers, device)
         p_BT = _target_probabilities(batch, teacher, temperature) if teacher else torch.ones_like(batch.last[..., 0])
         with onednn_linears(draft):
@@ -151,7 +161,7 @@ def acceptance_chances(
         for row, index in enumerate(batch.documents):
             for first, end in spans(batch.response_mask[row]):
                 result.append((index, _inside(chances[row, first - 1 : end - 2], end - first)))
-    return [(index, chances) for index, chances in result if len(chances)]
+    return workers.gather([(index, chances) for index, chances in result if len(chances)])
 
 
 def spans(mask_T: Tensor) -> list[tuple[int, int]]:
@@ -197,7 +207,7 @@ def _chances(draft: Draft, batch: Batch, k: int, chance: Chance, p_BT: Tensor) -
         wanted, p = _shift(batch.tokens, step + 2).flatten(), _shift(p_BT, step + 1).flatten()
         counted = _shift(batch.response_mask, step + 2).flatten().nonzero().squeeze(-1)
         flat, out = state_BTh.flatten(0, 1), torch.zeros(len(wanted), device=wanted.device)
-        for part in torch.split(counted, _HEAD_ROWS):
+        for part in torch.split(counted, HEAD_ROWS):
             out[part] = chance(draft, flat[part], wanted[part], p[part])
         chances.append(out.view(batch.tokens.shape))
     return torch.stack(chances, dim=-1)
@@ -223,7 +233,7 @@ def _target_probabilities(batch: Batch, teacher: Teacher, temperature: float) ->
     flat, ids = batch.last.flatten(0, 1), batch.next_tokens.flatten()
     p = torch.ones(len(ids), device=ids.device)
     counted = _shift(batch.response_mask, 1).flatten().nonzero().squeeze(-1)
-    for part in torch.split(counted, _HEAD_ROWS):
+    for part in torch.split(counted, HEAD_ROWS):
         log_p_PV = teacher.log_probs(flat[part], temperature)
         p[part] = log_p_PV.gather(-1, ids[part, None]).squeeze(-1).exp()
     return p.view(batch.tokens.shape)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from runners.features.store import FeatureStore
+from runners.training.sizes import round_up
 
-ROUND_TO = 16  # lengths are padded to a multiple, because oneDNN keeps a kernel for every shape that it ever saw
 BUCKET_BATCHES = 16  # documents of this many batches are sorted by length together: little padding, still shuffled
 
 
@@ -46,11 +46,6 @@ def read_batch(store: FeatureStore, documents: Sequence[int], layer_ids: Sequenc
         aux[row, :length], last[row, :length] = f.aux, f.last
     tokens, mask, aux, last = (part.to(device) for part in (tokens, mask, aux, last))
     return Batch(tokens, mask, aux, last, tuple(documents), sum(lengths))
-
-
-def round_up(length: int) -> int:
-    """The next multiple of ``ROUND_TO``."""
-    return -(-length // ROUND_TO) * ROUND_TO
 
 
 def epoch_batches(lengths: dict[int, int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

@@ -10,12 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runners.training.batches import round_up
+from runners.training.sizes import CHUNK_ELEMENTS, round_up
 from runners.training.teacher import Teacher
-
-CHUNK_ELEMENTS = (
-    4 * 1024 * 1024
-)  # logits of all steps in a chunk: 16 MiB in fp32, which stays in a CPU's last-level cache
 
 
 @dataclass(frozen=True)
@@ -54,14 +50,16 @@ def unroll_loss(
     last_BTH: Tensor,
     targets: Targets,
     step_decay: float,
+    counts_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """KL(teacher || draft) over the draft vocabulary: sum over steps s of step_decay**s * mean over counted rows.
 
     ``head_inputs`` are, per step, the head's input of every row [B, T, H] (after the final norm); ``last`` the target's
     last states before its final norm, [B, T, h_t]. Returns the loss and the mean KL of each step [S] (detached).
+    ``counts`` is what the sums over rows are divided by where these rows are a part of a batch: those of all of it.
     """
     steps, valid = len(head_inputs), targets.valid
-    counts_S = valid.sum(-1).clamp_min(1)
+    counts_S = (valid.sum(-1) if counts_S is None else counts_S).clamp_min(1)
     decay_S = step_decay ** torch.arange(steps, device=valid.device, dtype=torch.float32)
     weights_SP = valid * (decay_S / counts_S)[:, None]
     rows_SPH = torch.stack([targets.gather(step, rows) for step, rows in enumerate(head_inputs)])
@@ -95,13 +93,15 @@ class _ChunkedKl(torch.autograd.Function):
         chunk = max(1, CHUNK_ELEMENTS // (steps * weight_VH.shape[0]))
         for start in range(0, positions, chunk):
             at = slice(start, start + chunk)
-            rows_SCH = rows_SPH[:, at].to(compute)
+            # Else linear becomes a batched product, for which the weight is copied for every step.
+            rows_SCH = rows_SPH[:, at].to(compute).contiguous()
             log_p_CV = teacher.log_probs(last_PH[at])
             log_q_SCV = F.linear(rows_SCH, weight).float()
             log_q_SCV.sub_(log_q_SCV.logsumexp(-1, keepdim=True))
             p_CV = log_p_CV.exp()
-            negative_entropy_C = torch.linalg.vecdot(p_CV, log_p_CV)
-            kl_SP[:, at] = negative_entropy_C - torch.linalg.vecdot(p_CV, log_q_SCV)
+            with torch.autocast(rows_SPH.device.type, enabled=False):  # else these sums are rounded to bf16
+                negative_entropy_C = torch.linalg.vecdot(p_CV, log_p_CV)
+                kl_SP[:, at] = negative_entropy_C - torch.linalg.vecdot(p_CV, log_q_SCV)
             if d_rows is None and d_weight is None:
                 continue
             d_logits_SCV = log_q_SCV.exp_().sub_(p_CV).mul_(weights_SP[:, at, None]).to(compute)
@@ -122,6 +122,6 @@ class _ChunkedKl(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         need_rows, need_weight = ctx.needs
-        d_rows = saved.pop(0) * grads[0] if need_rows else None
-        d_weight = saved.pop(0) * grads[0] if need_weight else None
+        d_rows = saved.pop(0).mul_(grads[0]) if need_rows else None  # in place: for a large head a copy is gigabytes
+        d_weight = saved.pop(0).mul_(grads[0]) if need_weight else None
         return d_rows, d_weight, None, None, None

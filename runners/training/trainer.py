@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from runners.features.store import FeatureStore
 from runners.training.batches import Batch, epoch_batches, read_batch
 from runners.training.device import autocast, pick_device
 from runners.training.loss import Targets, unroll_loss
+from runners.training.parallel import ALONE, Workers
 from runners.training.settings import TrainSettings
 from runners.training.teacher import Teacher
 
@@ -65,7 +66,8 @@ class Progress:
 class Trainer:
     """Trains ``draft`` on the documents ``indices`` of ``store`` up to ``total_tokens``, in as many calls as one likes.
 
-    The schedule depends on ``total_tokens`` alone, so stopping at a rung and going on later changes nothing.
+    The schedule depends on ``total_tokens`` alone, so stopping at a rung and going on later changes nothing. With
+    several ``workers`` each has a trainer of the same draft; they take each step together, on one batch.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Trainer:
         settings: TrainSettings,
         seed: int,
         total_tokens: int,
+        workers: Workers = ALONE,
     ) -> None:
         if not indices:
             raise ArchspecError("there is no conversation to train on; lower the holdout or capture more text")
@@ -83,7 +86,7 @@ class Trainer:
         self.draft = draft.to(self.device)
         self.settings, self.seed, self.total_tokens = settings, seed, total_tokens
         self.progress = Progress()
-        self._store = store
+        self._store, self._workers = store, workers
         self._lengths = {index: store.documents[index].length for index in indices}
         self._layer_ids = draft.spec.inputs.aux_layers
         self._teacher = Teacher(store.weights(), draft.vocab_ids if draft.spec.reduced_vocab else None, self.device)
@@ -99,13 +102,15 @@ class Trainer:
 
         Raises:
             DivergedError: loss or gradient norm is not finite.
+            ArchspecError: the workers do not stand at the same position of the same store.
         """
+        self._begin_together()
         self.draft.train()
         for documents in self._remaining_batches():
             if self.progress.tokens >= until_tokens:
                 return
             start = time.monotonic()
-            report = self.train_step(read_batch(self._store, documents, self._layer_ids, self.device))
+            report = self.train_step(self._read_share(documents))
             self.progress.seconds += time.monotonic() - start
             on_step(report)
 
@@ -117,8 +122,25 @@ class Trainer:
                 yield batches[self.progress.batch]
             self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
 
+    def _begin_together(self) -> None:
+        """Start from the first worker's weights: another processor may have made its own a little different."""
+        facts = {"store": self._store.fingerprint, "step": self.progress.step, "tokens": self.progress.tokens}
+        self._workers.require_same(facts | {"draft": self.draft.spec.hash, "seed": self.seed})
+        self._workers.copy_first([parameter.data for parameter in self.draft.trainable_parameters()])
+
+    def _read_share(self, documents: list[int]) -> Batch:
+        """This worker's conversations; one that is left with none reads another's first and counts nothing of it.
+
+        So an idle worker goes through the same steps as the others and adds zeros.
+        """
+        share = self._workers.share(documents)
+        batch = read_batch(self._store, share or documents[:1], self._layer_ids, self.device)
+        if share:
+            return batch
+        return replace(batch, response_mask=torch.zeros_like(batch.response_mask), real_tokens=0)
+
     def train_step(self, batch: Batch) -> StepReport:
-        """One optimiser step on ``batch``.
+        """One optimiser step on ``batch``, of which this may be one worker's share.
 
         Raises:
             DivergedError: loss or gradient norm is not finite; the weights are as before.
@@ -128,27 +150,35 @@ class Trainer:
             group["lr"] = rate
         with autocast(self.settings.dtype, self.device):
             loss, step_kl = self.loss(batch)
-        self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        losses, tokens = torch.cat((loss.detach()[None], step_kl)), torch.tensor(batch.real_tokens, device=self.device)
+        gradients = [p.grad for p in self.draft.trainable_parameters() if p.grad is not None]
+        self._workers.add(losses, tokens, *gradients)
         norm = float(torch.nn.utils.clip_grad_norm_(self.draft.trainable_parameters(), self.settings.grad_clip))
-        if not (math.isfinite(norm) and math.isfinite(loss.item())):
-            raise DivergedError(f"loss {loss.item()} and gradient norm {norm} at step {self.progress.step}")
+        total, *kl = losses.tolist()
+        if not (math.isfinite(norm) and math.isfinite(total)):
+            raise DivergedError(f"loss {total} and gradient norm {norm} at step {self.progress.step}")
         self._optimizer.step()
-        self.progress.take_loss(loss.item())
+        self._optimizer.zero_grad(set_to_none=True)  # the next forward needs the room
+        self.progress.take_loss(total)
         self.progress.step += 1
-        self.progress.tokens += batch.real_tokens
+        self.progress.tokens += int(tokens)
         self.progress.batch += 1
-        kl = tuple(step_kl.tolist())
-        return StepReport(self.progress.step, self.progress.tokens, rate, loss.item(), kl, norm)
+        return StepReport(self.progress.step, self.progress.tokens, rate, total, tuple(kl), norm)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The training loss of one batch and the mean KL of each draft step, [S]."""
+        """The training loss of one batch and the mean KL of each draft step, [S].
+
+        Of a worker's share both are what it adds to those of the whole batch: its sums over the rows of all workers.
+        """
         steps = self.settings.ttt_steps
         targets = Targets.of(batch.response_mask, steps)
+        counts = targets.valid.sum(-1)
+        self._workers.add(counts)
         states = unroll(self.draft, batch.next_tokens, batch.aux, steps)
         head_inputs = [self.draft.read_out(state) for state in states]
         weight = self.draft.lm_head.weight
-        return unroll_loss(head_inputs, weight, self._teacher, batch.last, targets, self.settings.step_decay)
+        return unroll_loss(head_inputs, weight, self._teacher, batch.last, targets, self.settings.step_decay, counts)
 
     def learning_rate(self, tokens: int) -> float:
         """The rate for the step that begins after ``tokens`` tokens: linear warm-up, then a cosine to ``final_lr``."""

@@ -22,6 +22,7 @@ from archspec.weights import save_draft
 from runners.features.store import FeatureStore
 from runners.training.acceptance import measure_acceptance
 from runners.training.device import compute_dtype, pick_device
+from runners.training.parallel import ALONE, ProcessGroup, Workers
 from runners.training.settings import EvalSettings, TrainSettings
 from runners.training.trainer import StepReport, Trainer
 
@@ -59,7 +60,7 @@ class Measurement:
     """What a draft was worth at a rung: its acceptance, and what the training took.
 
     ``draft`` is the architecture's hash, ``dtype`` what training multiplied in. ``seconds`` is training time alone,
-    ``peak_memory`` the process's peak resident bytes.
+    ``peak_memory`` the process's peak bytes (see ``peak_memory``), with several workers that of the largest.
     """
 
     draft: str
@@ -83,59 +84,93 @@ class Measurement:
         return asdict(self)
 
 
-def run_rung(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: None) -> Measurement:
+def run_rung(
+    task: RungTask, on_step: Callable[[StepReport], None] = lambda _: None, workers: Workers = ALONE
+) -> Measurement:
     """Train to ``task``'s rung from the trial's own checkpoint, evaluate, write metrics and weights.
 
-    May safely run twice: a rung that was measured is answered from its record.
+    May safely run twice: a rung that was measured is answered from its record. With several ``workers`` every one of
+    them calls this, with the same task, and gets the same measurement; the first alone writes files and calls
+    ``on_step``.
 
     Raises:
-        DivergedError: the loss or a gradient is not finite.
-        ArchspecError: the store does not fit the spec, or the folder holds another draft's measurements.
+        DivergedError: the loss or a gradient is not finite; on every worker.
+        ArchspecError: the store does not fit the spec, or the folder holds another draft's measurements; on every
+            worker, whichever found it.
     """
+    done = workers.ask_first(lambda: _own_metrics(task))
+    for measurement in done:
+        if measurement.rung == task.rung:
+            return measurement
+    with workers.together():
+        store, trainer, heldout = _prepare(task, workers)
+    checkpoint = task.directory / CHECKPOINT_FILE
+    trainer.run(task.rungs[task.rung], _saving(trainer, checkpoint, on_step) if workers.first else lambda _: None)
+    workers.ask_first(lambda: trainer.save(checkpoint))
+    device = pick_device(task.train.device)
+    acceptance = measure_acceptance(trainer.draft, store, heldout, task.evaluate, device, workers)
+    progress = trainer.progress
+    seconds = progress.seconds - sum(m.seconds for m in done)
+    tokens = progress.tokens - sum(m.tokens for m in done[-1:])
+    measurement = Measurement(
+        draft=task.spec.hash,
+        dtype=compute_dtype(task.train.dtype, device),
+        rung=task.rung,
+        tokens=progress.tokens,
+        seed=task.seed,
+        loss=progress.mean_loss,
+        acceptance=acceptance.as_dict(),
+        seconds=round(seconds, 2),
+        tokens_per_second=round(tokens / max(seconds, 1e-9), 1),
+        peak_memory=max(workers.gather([peak_memory(device)])),
+    )
+    return workers.ask_first(lambda: _record(task, trainer.draft, store, [*done, measurement]))
+
+
+def train_rank(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: None) -> Measurement:
+    """``run_rung`` as one of the processes of torch.distributed's default group, which must be initialised.
+
+    Whoever starts the processes also sets each one's current CUDA device, which ``device: auto`` and ``cuda`` mean, and
+    ends the others when one is gone: those would wait for it in the next sum.
+    """
+    return run_rung(task, on_step, ProcessGroup())
+
+
+def _own_metrics(task: RungTask) -> list[Measurement]:
     done = read_metrics(task.directory)
     for measurement in done:
         if (measurement.draft, measurement.seed) != (task.spec.hash, task.seed):
             raise ArchspecError(f"{task.directory}: holds the measurements of another draft or seed; clear the folder")
-        if measurement.rung == task.rung:
-            return measurement
+    return done
+
+
+def _prepare(task: RungTask, workers: Workers) -> tuple[FeatureStore, Trainer, list[int]]:
+    """The store, a trainer where the trial's checkpoint left it, and the documents that are held out."""
     _use_threads(task.train)
     store = FeatureStore.open(task.features)
     store.require(task.spec.inputs.aux_layers)
     train_indices, heldout = store.split(task.holdout)
     draft = make_draft(task.spec, store, train_indices, task.seed)
-    trainer = Trainer(draft, store, train_indices, task.train, task.seed, task.rungs[-1])
+    trainer = Trainer(draft, store, train_indices, task.train, task.seed, task.rungs[-1], workers)
     checkpoint = task.directory / CHECKPOINT_FILE
     if checkpoint.exists():
         trainer.load(checkpoint)
-    trainer.run(task.rungs[task.rung], _saving(trainer, checkpoint, on_step))
-    trainer.save(checkpoint)
-    seconds = trainer.progress.seconds - sum(m.seconds for m in done)
-    tokens = trainer.progress.tokens - sum(m.tokens for m in done[-1:])
-    device = pick_device(task.train.device)
-    acceptance = measure_acceptance(draft, store, heldout, task.evaluate, device)
+    return store, trainer, heldout
+
+
+def _record(task: RungTask, draft: Draft, store: FeatureStore, measurements: list[Measurement]) -> Measurement:
+    """Write the draft, what it was trained on, and the measurements, of which the last is returned."""
     save_draft(draft, task.directory / WEIGHTS_FOLDER)
     origin = {
         "target": store.manifest.key.target,
         "features": store.fingerprint,
         "holdout": task.holdout,
         "seed": task.seed,
-        "tokens": trainer.progress.tokens,
+        "tokens": measurements[-1].tokens,
     }
     write_json(task.directory / WEIGHTS_FOLDER / ORIGIN_FILE, origin)
-    measurement = Measurement(
-        draft=task.spec.hash,
-        dtype=compute_dtype(task.train.dtype, device),
-        rung=task.rung,
-        tokens=trainer.progress.tokens,
-        seed=task.seed,
-        loss=trainer.progress.mean_loss,
-        acceptance=acceptance.as_dict(),
-        seconds=round(seconds, 2),
-        tokens_per_second=round(tokens / max(seconds, 1e-9), 1),
-        peak_memory=peak_memory(device),
-    )
-    write_metrics(task.directory, [*done, measurement])
-    return measurement
+    write_metrics(task.directory, measurements)
+    return measurements[-1]
 
 
 def make_draft(spec: ResolvedSpec, store: FeatureStore, train_indices: Iterable[int], seed: int) -> Draft:
@@ -183,9 +218,16 @@ def _saving(trainer: Trainer, checkpoint: Path, on_step: Callable[[StepReport], 
 
 
 def peak_memory(device: str) -> int:
-    """Peak bytes so far: of the CUDA allocator on CUDA, else of this process's resident set."""
+    """Peak bytes so far: of the CUDA allocator on CUDA, else of this process's resident set.
+
+    Linux's ``ru_maxrss`` outlives fork and exec, so a child would show its parent's peak; ``VmHWM`` is its own.
+    """
     if device.startswith("cuda"):
         return int(torch.cuda.max_memory_allocated(device))
+    if (status := Path("/proc/self/status")).is_file():
+        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if peaks:
+            return int(peaks[0]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -10,6 +10,7 @@ from archspec.modules import Draft
 from archspec.presets import load_preset
 from archspec.resolve import ResolvedSpec, resolve
 from runners.features.store import FeatureStore
+from runners.training.parallel import ALONE, Workers
 from runners.training.settings import TrainSettings
 from runners.training.trainer import StepReport, Trainer
 from runners.training.trial import make_draft
@@ -41,10 +42,11 @@ def new_trainer(
     spec: ResolvedSpec | None = None,
     seed: int = 0,
     total_tokens: int = 4000,
+    workers: Workers = ALONE,
 ) -> Trainer:
     """A trainer of a fresh draft on every document."""
     draft = make_draft(spec or tiny_spec(store.facts), store, everything(store), seed)
-    return Trainer(draft, store, everything(store), settings, seed, total_tokens)
+    return Trainer(draft, store, everything(store), settings, seed, total_tokens, workers)
 
 
 def run(trainer: Trainer, until_tokens: int) -> list[StepReport]:

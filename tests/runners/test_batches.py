@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from runners.features.store import FeatureStore
-from runners.training.batches import epoch_batches, length_batches, read_batch, round_up
+from runners.training.batches import epoch_batches, length_batches, read_batch
+from runners.training.sizes import round_up
 from tests.runners.drafts import everything
 
 

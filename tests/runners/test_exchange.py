@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {  # as one writes it by hand for the tiny target
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "fc_norm": True,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]},
+    "eagle_aux_hidden_state_layer_ids": [1, 3],
 }
 SHAPES = {
     "fc.weight": (32, 64),
@@ -118,7 +118,7 @@ def test_a_trained_embedding_is_kept_and_one_left_out_is_the_targets(
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "speculators"])
 def test_export_undoes_import(form: str, target: Target, tiny_store: FeatureStore, tmp_path: Path) -> None:
-    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}  # of three layers SGLang reads no last one
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 2]}  # of three layers SGLang reads no last one
     write_checkpoint(tmp_path / "foreign", target.weights.embed_tokens, **ids)
     first = import_draft(tmp_path / "foreign", tmp_path / "draft", None, None, tiny_store.path, False)
     export_draft(tmp_path / "draft", tmp_path / form, form, None, tiny_store.path)

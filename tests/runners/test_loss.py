@@ -174,21 +174,23 @@ def test_a_draft_that_equals_the_teacher_has_loss_zero() -> None:
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most elements that any tensor made inside had."""
+    """The most elements that any tensor made inside had, and which operators made them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
+        self.elements, self.operators = 0, set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.operators.add(str(func))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.elements = max(self.elements, leaf.numel())
         return out
 
 
-def test_no_tensor_of_tokens_times_vocabulary_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_tensor_of_tokens_times_vocabulary_is_ever_made(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
     """400 tokens and 3,000 entries: the logits of one step alone would be 1.2 million elements."""
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 60_000)
     tokens, vocabulary, hidden = 400, 3000, 8
@@ -200,10 +202,26 @@ def test_no_tensor_of_tokens_times_vocabulary_is_ever_made(monkeypatch: pytest.M
         1e-5,
     )
     rows = [torch.randn(2, tokens // 2, hidden, generator=generator, requires_grad=True) for _ in range(STEPS)]
-    weight = torch.randn(vocabulary, hidden, generator=generator, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, generator=generator, requires_grad=trained)
     last, mask = torch.randn(2, tokens // 2, hidden, generator=generator), torch.ones(2, tokens // 2, dtype=torch.bool)
     teacher = Teacher(weights)
     with Largest() as largest:
         loss, _ = unroll_loss(rows, weight, teacher, last, Targets.of(mask, STEPS), 0.8)
         loss.backward()  # type: ignore[no-untyped-call]
     assert 0 < largest.elements <= 60_000
+    assert "aten.mm.default" in largest.operators
+    assert "aten.bmm.default" not in largest.operators  # a batched product copies the head for every step
+
+
+def test_under_autocast_products_are_rounded_and_the_sums_of_the_loss_are_not() -> None:
+    """Of whole numbers up to 2 every logit is exact in bf16, so the KL must be too."""
+    rows, weight, last, mask = inputs(0)
+    rows, weight = [row.detach().round().clamp(-2, 2) for row in rows], weight.detach().round().clamp(-2, 2)
+    teacher, targets = Teacher(head("plain"), VOCAB), Targets.of(mask, STEPS)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, step_kl = unroll_loss(rows, weight, teacher, last, targets, 1.0)
+        log_p_PV = teacher.log_probs(last.flatten(0, 1).index_select(0, targets.positions)).double()
+    for step, counts in enumerate(targets.valid):
+        log_q_PV = (targets.gather(step, rows[step]) @ weight.T).double().log_softmax(-1)
+        kl_P = (log_p_PV.exp() * (log_p_PV - log_q_PV)).sum(-1)
+        torch.testing.assert_close(step_kl[step].double(), kl_P[counts].mean(), rtol=1e-5, atol=1e-6)
