@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from archspec.rope import LinearRope, Llama3Rope, Rope, YarnRope
+
 
 class Memory(Protocol):
     """What attention asks of its surroundings."""
@@ -59,19 +61,64 @@ class Attention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position table (RoFormer, arXiv 2104.09864, in the half-split layout of Llama checkpoints)."""
+    """Rotary position table (RoFormer, arXiv 2104.09864, in the half-split layout of Llama checkpoints).
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    ``scaling`` stretches it over a longer context; see ``stretched``.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: Rope | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Positions [B, T] (or [1, T]) -> cos and sin, each [B, 1, T, D] in fp32."""
         # Not a buffer: casting the draft to bf16 would round the frequencies and turn far positions by radians.
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions_BT.device) / self.head_dim
-        angles = positions_BT[:, None, :, None].float() * self.theta**-exponent
+        frequencies = self.theta**-exponent
+        if self.scaling is not None:
+            frequencies = stretched(frequencies, self.theta, self.scaling)
+        angles = positions_BT[:, None, :, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos(), angles.sin()
+        if self.scaling is None or self.scaling.attention_scale == 1:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.scaling.attention_scale, angles.sin() * self.scaling.attention_scale
+
+
+def stretched(frequencies_F: Tensor, theta: float, scaling: Rope) -> Tensor:
+    """The frequencies of the F = D/2 pairs, in radians a position, for a context ``factor`` times the original one.
+
+    ``kept`` is how much of a pair's own frequency is left, from 0 (divided by ``factor``) to 1 (untouched). It is 0 for
+    ``linear`` (arXiv 2306.15595). For ``llama3`` it rises with the pair's turns in the original context, from
+    ``low_freq_factor`` to ``high_freq_factor``; for ``yarn`` it falls along the pairs, between the two that would turn
+    ``beta_fast`` and ``beta_slow`` times (arXiv 2309.00071, section 3.2). Both as in transformers 5.24,
+    modeling_rope_utils.py.
+    """
+    match scaling:
+        case LinearRope():
+            return frequencies_F / scaling.factor
+        case Llama3Rope():
+            turns_F = frequencies_F * (scaling.original_max_positions / (2 * math.pi))
+            width = scaling.high_freq_factor - scaling.low_freq_factor
+            kept_F = ((turns_F - scaling.low_freq_factor) / width).clamp(0, 1)
+        case YarnRope():
+            first, last = _blended_pairs(2 * len(frequencies_F), theta, scaling)
+            pairs_F = torch.arange(len(frequencies_F), dtype=torch.float32, device=frequencies_F.device)
+            kept_F = 1 - ((pairs_F - first) / (last - first)).clamp(0, 1)
+    return frequencies_F * (kept_F + (1 - kept_F) / scaling.factor)
+
+
+def _blended_pairs(head_dim: int, theta: float, scaling: YarnRope) -> tuple[float, float]:
+    """The pairs, counted from 0, between which YaRN blends: a real index each, rounded outwards where it truncates."""
+
+    def pair(turns: float) -> float:
+        """The index of the pair that turns so often in the original context."""
+        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last + 0.001 if first == last else last
 
 
 def rotate(x_BHTD: Tensor, cos_B1TD: Tensor, sin_B1TD: Tensor) -> Tensor:

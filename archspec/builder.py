@@ -43,11 +43,12 @@ def build_draft(spec: ResolvedSpec) -> Draft:
     h, target = spec.hidden_size, spec.target
     head_sizes = sorted({layer.attention.head_dim for layer in spec.layers if layer.attention is not None})
     last_width = spec.widths[-1][1]
+    scaling = None if spec.rope_scaling == "none" else spec.rope_scaling
     draft = Draft(
         spec,
         embed_tokens=nn.Embedding(target.vocab_size, h),
         inputs=_build_inputs(spec),
-        rotaries=nn.ModuleDict({str(size): Rotary(size, spec.rope_theta) for size in head_sizes}),
+        rotaries=nn.ModuleDict({str(size): Rotary(size, spec.rope_theta, scaling) for size in head_sizes}),
         layers=[build_layer(i, layer, spec) for i, layer in enumerate(spec.layers)],
         narrow=nn.Identity() if last_width == h else nn.Linear(last_width, h, bias=False),
         norm=RmsNorm(h, eps=spec.norm_eps) if spec.head.norm == "own" else nn.Identity(),

@@ -66,6 +66,7 @@ class Eagle1(Format):
             "layers": [first, *[deeper] * (keys.num_hidden_layers - 1)],
             "head": {"vocab_size": keys.vocab_size, "weights": "target", "norm": "none"},
             "rope_theta": keys.theta,
+            "rope_scaling": keys.scaling,
             "norm_eps": keys.rms_norm_eps,
             "target": facts,
         }

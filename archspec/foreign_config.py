@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -23,7 +24,8 @@ from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
 from archspec.layouts import Layout, Shape
 from archspec.resolve import ResolvedSpec, aux_layer_id
-from archspec.schema import Document
+from archspec.rope import ORIGINAL, ResolvedRope, Rope, rope_of
+from archspec.schema import Document, field_error
 
 BLOCK = "draft_archspec"
 """Key of a config for what the spec holds and no other project's key can say."""
@@ -37,22 +39,8 @@ class _Rope(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    rope_type: str = "default"
     rope_theta: PositiveFloat | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_key(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "type" in data and "rope_type" not in data:
-            return {**data, "rope_type": data["type"]}
-        return data
-
-    @field_validator("rope_type")
-    @classmethod
-    def _plain(cls, value: str) -> str:
-        if value != "default":
-            raise ValueError("only plain rotary positions are supported; use a draft without rope scaling")
-        return value
+    scaling: ResolvedRope = "none"
 
 
 class LlamaKeys(BaseModel):
@@ -73,6 +61,8 @@ class LlamaKeys(BaseModel):
     target_hidden_size: PositiveInt | None = None
     num_aux_hidden_states: PositiveInt | None = None
     rms_norm_eps: PositiveFloat = 1e-6
+    max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: PositiveInt | None = None
     rope_theta: PositiveFloat | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
@@ -90,6 +80,20 @@ class LlamaKeys(BaseModel):
             raise ValueError("must be silu, the only activation that drafts have here")
         return value
 
+    @field_validator("rope_parameters", "rope_scaling", mode="before")
+    @classmethod
+    def _known_positions(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        original = info.data.get(ORIGINAL)
+        scaling = rope_of(value, original or info.data.get("max_position_embeddings"))
+        if isinstance(scaling, str) and scaling != "none":
+            rule = f"{scaling!r}: must be default, linear, llama3 or yarn, the rotary positions that drafts have here"
+            raise field_error("rope_type", rule)
+        if original is not None and getattr(scaling, "original_max_positions", original) != original:
+            raise field_error(ORIGINAL, f"must be as at the top of the config, where it is {original}")
+        return {"rope_theta": value.get("rope_theta"), "scaling": scaling}
+
     @field_validator("tie_word_embeddings")
     @classmethod
     def _own_head(cls, value: bool) -> bool:
@@ -101,6 +105,8 @@ class LlamaKeys(BaseModel):
     def _keys_agree(self) -> Self:
         if len(self._thetas) > 1:
             raise ValueError(f"rope_theta and rope_parameters.rope_theta must agree, but are {sorted(self._thetas)}")
+        if self.rope_parameters and self.rope_scaling and self.rope_parameters.scaling != self.rope_scaling.scaling:
+            raise ValueError("rope_parameters and rope_scaling must describe the same positions, but differ")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             kinds, layers = len(self.layer_types), self.num_hidden_layers
             raise ValueError(f"layer_types must name {layers} layers, as num_hidden_layers says, but names {kinds}")
@@ -117,6 +123,12 @@ class LlamaKeys(BaseModel):
     def theta(self) -> float:
         """Base of the rotary positions; transformers' default where nothing is said."""
         return next(iter(self._thetas), 10_000.0)
+
+    @property
+    def scaling(self) -> Rope | Literal["none"]:
+        """How the rotary positions are scaled; not at all where nothing is said."""
+        stated = (rope.scaling for rope in (self.rope_parameters, self.rope_scaling) if rope is not None)
+        return next(stated, "none")
 
     def window(self, index: int) -> int | None:
         """Sliding window of a layer, in tokens; None sees everything.
@@ -188,6 +200,7 @@ def spec_of(
             "norm": choices.head_norm,
         },
         "rope_theta": keys.theta,
+        "rope_scaling": keys.scaling,
         "norm_eps": keys.rms_norm_eps,
         "target": target,
     }

@@ -23,6 +23,7 @@ from archspec.foreign_config import (
 from archspec.layouts import Layout, Shape
 from archspec.limits import Holds, Limit, limits
 from archspec.resolve import ResolvedSpec
+from archspec.rope import rope_keys
 from archspec.schema import Document
 
 
@@ -162,7 +163,9 @@ class Plain(Eagle3):
 def layer_keys(spec: ResolvedSpec) -> dict[str, Any]:
     """The transformers keys of the draft's layers, which are all of the first one's sizes.
 
-    Rotary settings stand in the layout of transformers 5 and, as ``rope_theta``, in the older one.
+    Rotary settings stand in the layout of transformers 5 and in the older one, ``rope_theta`` and ``rope_scaling``.
+    Which keys an engine wants is in vLLM 0.32's and SGLang 0.5.23's ``get_rope``: both read ``rope_parameters``, which
+    transformers makes of the other two where it is missing.
     """
     first, target = spec.layers[0], spec.target
     assert first.attention is not None, "a format that holds the draft has been asked"
@@ -179,7 +182,8 @@ def layer_keys(spec: ResolvedSpec) -> dict[str, Any]:
         "max_position_embeddings": target.max_positions,
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": spec.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "rope_parameters": {**rope_keys(spec.rope_scaling), "rope_theta": spec.rope_theta},
+        **({} if spec.rope_scaling == "none" else {"rope_scaling": rope_keys(spec.rope_scaling)}),
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
         "attention_bias": first.attention.bias,

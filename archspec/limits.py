@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from archspec.resolve import ResolvedAttention, ResolvedLayer, ResolvedSpec
+from archspec.rope import KINDS, YarnRope
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Holds:
     of its own survives in a draft as wide as the target; ``other_width``: whether a draft may have another width.
     ``skips_square_fc``: whether fc is skipped where the aux states together are as wide as the draft.
     ``biased_qk_norm``: whether q/k norms and biases go together. ``mixed_windows``: whether some layers may
-    have a window and others none. ``first_fusion`` and ``first_norm`` are the first
-    layer's fusion and norm before attention.
+    have a window and others none. ``ropes`` are the kinds of scaled positions; ``attention_factor``: whether YaRN may
+    have another than the paper's. ``first_fusion`` and ``first_norm`` are the first layer's fusion and norm before
+    attention.
     """
 
     project: str
@@ -54,11 +56,13 @@ class Holds:
     own_embedding: bool = True
     other_width: bool = True
     skips_square_fc: bool = False
+    ropes: tuple[str, ...] = tuple(KINDS)
+    attention_factor: bool = True
 
 
 def limits(spec: ResolvedSpec, holds: Holds) -> list[Limit]:
     """Every field of ``spec`` that the project cannot hold; empty if it holds the draft."""
-    found = [*_of_inputs(spec, holds), *_of_whole(spec, holds)]
+    found = [*_of_inputs(spec, holds), *_of_whole(spec, holds), *of_rope(spec, holds)]
     for i, layer in enumerate(spec.layers):
         found += of_layer(f"layers.{i}", i, layer, spec.layers[0], holds)
     return found + (list(_of_windows(spec, holds)) if holds.window else [])
@@ -96,6 +100,18 @@ def _of_whole(spec: ResolvedSpec, holds: Holds) -> Iterator[Limit]:
         yield Limit("feedback", spec.feedback, f"{project} feeds back {_either(holds.feedbacks)}")
     if spec.head.norm not in holds.head_norms:
         yield Limit("head.norm", spec.head.norm, f"use {_either(holds.head_norms)}")
+
+
+def of_rope(spec: ResolvedSpec, holds: Holds) -> Iterator[Limit]:
+    """The limits of scaled positions."""
+    rope = spec.rope_scaling
+    if rope == "none":
+        return
+    if rope.type not in holds.ropes:
+        yield Limit("rope_scaling.type", rope.type, f"use {_either((*holds.ropes, 'none'))}")
+    elif isinstance(rope, YarnRope) and rope.attention_scale != rope.usual_scale and not holds.attention_factor:
+        rule = f"{holds.project} has 0.1 ln(factor) + 1; use null"
+        yield Limit("rope_scaling.attention_factor", rope.attention_scale, rule)
 
 
 def of_layer(at: str, index: int, layer: ResolvedLayer, first: ResolvedLayer, holds: Holds) -> Iterator[Limit]:

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
+from archspec.rope import KINDS, ResolvedRope
 from archspec.schema import Document, field_error
 from archspec.spec import AttentionSpec, DraftSpec, HeadSpec, InputsSpec, LayerSpec, MlpSpec, OptionalAttention
 
@@ -66,6 +67,7 @@ class ResolvedSpec(DraftSpec):
     layers: tuple[ResolvedLayer, ...]
     head: ResolvedHead
     rope_theta: PositiveFloat
+    rope_scaling: ResolvedRope = "none"
     norm_eps: PositiveFloat
 
     @model_validator(mode="after")
@@ -85,6 +87,8 @@ class ResolvedSpec(DraftSpec):
         if self.head.vocab_size > target.vocab_size:
             rule = f"{self.head.vocab_size} is larger than the target's vocabulary of {target.vocab_size}"
             raise field_error("head.vocab_size", f"{rule}; use full or less")
+        if self.rope_scaling != "none" and self.rope_scaling.type == "yarn" and self.rope_theta <= 1:
+            raise field_error("rope_theta", f"must be above 1 for yarn, but is {self.rope_theta}")
         if self.hidden_size != target.hidden_size:
             self._needs_no_copies(f"hidden_size is {self.hidden_size}, not the target's {target.hidden_size}")
         return self
@@ -143,6 +147,12 @@ def resolve(spec: DraftSpec, target: TargetFacts, source: str | Document | None 
         spec.head, vocab_size=target.vocab_size if spec.head.vocab_size == "full" else spec.head.vocab_size
     )
     data["rope_theta"] = target.rope_theta if spec.rope_theta == "target" else spec.rope_theta
+    if spec.rope_scaling == "target":
+        if isinstance(target.rope_scaling, str) and target.rope_scaling != "none":
+            rule = f"the target's positions are scaled by {target.rope_scaling!r}, which drafts do not have"
+            where = origin.at(("rope_scaling",))
+            raise ArchspecError(f"{where}: rope_scaling: {rule}; use none, or a mapping of type {', '.join(KINDS)}")
+        data["rope_scaling"] = target.rope_scaling
     data["norm_eps"] = target.norm_eps if spec.norm_eps == "target" else spec.norm_eps
     resolved = Document(data, origin.source, origin.lines).validate(ResolvedSpec)
     counts = [layer.repeat for layer in spec.layers]
@@ -157,6 +167,8 @@ def canonical(spec: ResolvedSpec) -> dict[str, Any]:
     """
     data = spec.model_dump(mode="json", exclude={"name", "target"})
     data["target"] = {name: getattr(spec.target, name) for name in ("hidden_size", "num_layers", "vocab_size")}
+    if spec.rope_scaling == "none" or (spec.rope_scaling.factor, spec.rope_scaling.attention_scale) == (1, 1):
+        del data["rope_scaling"]
     if spec.inputs.norm == "target":
         data["target"]["norm_eps"] = spec.target.norm_eps
     if data["inputs"]["norm"] == "joint" and len(spec.inputs.aux_layers) == 1:

@@ -13,6 +13,7 @@ from archspec.format import Format
 from archspec.formats import FORMATS
 from archspec.limits import Limit
 from archspec.resolve import ResolvedSpec
+from archspec.rope import YarnRope
 
 EngineName = Literal["vllm", "sglang"]
 
@@ -97,7 +98,10 @@ def _sglang_refuses(spec: ResolvedSpec) -> Iterator[Limit]:
 
 
 def _vllm_notes(spec: ResolvedSpec) -> Iterator[Finding]:
-    attention, target = spec.layers[0].attention, spec.target
+    attention, target, rope = spec.layers[0].attention, spec.target, spec.rope_scaling
+    if isinstance(rope, YarnRope) and (end := rope.factor * rope.original_max_positions) < target.max_positions:
+        rule = f"its table ends at position {end:.0f}, the target's context at {target.max_positions}; serve no further"
+        yield Finding(Limit("rope_scaling", "yarn", rule), "vLLM 0.32.0, yarn_scaling_rope.py")
     if attention is None:
         return
     ours, theirs = attention.kv_heads * attention.head_dim, target.kv_heads * target.head_dim
@@ -116,6 +120,8 @@ def _sglang_notes(spec: ResolvedSpec) -> Iterator[Finding]:
     if spec.hidden_size > spec.target.hidden_size:
         rule = f"wider than the target's {spec.target.hidden_size} was not run, narrower was"
         yield Finding(Limit("hidden_size", spec.hidden_size, rule), by_source)
+    if spec.rope_scaling != "none":
+        yield Finding(Limit("rope_scaling", spec.rope_scaling.type, "scaled positions were not run"), by_source)
     if len(spec.layers) > 1:
         rule = "version 0.5.23 serves more than one layer, older ones refused them"
         yield Finding(Limit("layers", len(spec.layers), rule), "sglang#18175")

@@ -21,7 +21,14 @@ class Sglang(Plain):
     """See the module."""
 
     name, project = "sglang", "SGLang"
-    holds = Holds(project="SGLang", residuals=("raw",), last_id=False, own_embedding=False, skips_square_fc=True)
+    holds = Holds(
+        project="SGLang",
+        residuals=("raw",),
+        last_id=False,
+        own_embedding=False,
+        skips_square_fc=True,
+        attention_factor=False,
+    )
     written = replace(Plain.written, plain_norm="hidden_norm")
 
     def layout(self, names: Collection[str]) -> Layout:

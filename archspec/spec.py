@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
+from archspec.rope import WrittenRope
 from archspec.schema import Closed, ClosedFile, field_error
 
 AUX_NAMES = ("low", "middle", "high", "last")
@@ -190,6 +191,7 @@ class DraftSpec(ClosedFile):
     feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
     head: HeadSpec = HeadSpec()
     rope_theta: Real = "target"
+    rope_scaling: WrittenRope = "none"
     norm_eps: Real = "target"
 
     @model_validator(mode="after")

@@ -2,17 +2,20 @@
 
 Only read: ``midlayers.N.*`` (pull request 401) and ``fuse_layer.*`` with ``additional_layers.N.*`` (pull request 449).
 ``norm_output`` here means "norm before the head", true by default; elsewhere it means that the state after the norm is
-fed back. So it is written only where the head has no norm.
+fed back. So it is written only where the head has no norm. Its ``linear`` and ``yarn`` positions have the base 10,000
+whatever ``rope_theta`` says, and its ``yarn`` an attention factor of its own (llama3_eagle.py at commit 89241ea): both
+are refused in either direction.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from archspec.errors import ArchspecError
+from archspec.facts import TargetFacts
 from archspec.foreign_config import Choices, aux_layers_of, flag_of
 from archspec.format import Plain
 from archspec.layouts import Layout, Shape
-from archspec.limits import Holds
+from archspec.limits import Holds, of_rope
 from archspec.resolve import ResolvedSpec
 
 
@@ -27,6 +30,7 @@ class SpecForge(Plain):
         head_norms=("own", "none"),
         feedbacks=("pre_norm",),
         residuals=("raw",),
+        ropes=("llama3",),
     )
     read_only = (
         *Plain.read_only,
@@ -40,6 +44,16 @@ class SpecForge(Plain):
             "fc_norm": spec.inputs.norm == "each",
             **({"norm_output": False} if spec.head.norm == "none" else {}),
         }
+
+    def spec(
+        self, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: TargetFacts | None, source: str
+    ) -> ResolvedSpec:
+        """See ``Format.spec``."""
+        spec = super().spec(config, shapes, target, source)
+        for limit in of_rope(spec, self.holds):
+            rule = "SpecForge trains such a draft with other positions; read the checkpoint as vllm"
+            raise ArchspecError(f"{source}: {limit}; {rule}")
+        return spec
 
     def choices(self, config: Mapping[str, Any], source: str) -> Choices:
         """See ``Eagle3.choices``."""

@@ -206,7 +206,7 @@ def command_line() -> dict[str, Any]:
 
 def test_every_command_and_option_is_documented() -> None:
     text = page("cli.md")
-    assert set(re.findall(r"^## `archspec ([a-z]+)`$", text, flags=re.MULTILINE)) == set(command_line())
+    assert set(re.findall(r"^## `archspec ([a-z-]+)`$", text, flags=re.MULTILINE)) == set(command_line())
     for name, command in command_line().items():
         about = section(text, f"## `archspec {name}`")
         options = [word for option in command.params if option.param_type_name == "option" for word in option.opts]
@@ -217,7 +217,7 @@ def test_every_command_and_option_is_documented() -> None:
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_command_lines_parse(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    lines = [line.strip() for line in text.splitlines() if re.match(r"( {4})?archspec [a-z]+ ", line)]
+    lines = [line.strip() for line in text.splitlines() if re.match(r"( {4})?archspec [a-z-]+ ", line)]
     for line in lines:
         name, *words = shlex.split(line.split(">")[0], comments=True)[1:]
         command_line()[name].make_context(name, words)

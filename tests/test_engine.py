@@ -213,6 +213,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FLAGS = {"inputs.norm": "each", "feedback": "post_norm", "layers.0.residual_from": "normed"}
+LLAMA3 = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_positions": 16}
+YARN = {"type": "yarn", "factor": 32, "original_max_positions": 16, "beta_fast": 4}
+SCALINGS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "linear positions": ("vllm", {"type": "linear", "factor": 4}),
+    "llama3 positions": ("vllm", LLAMA3),
+    "yarn positions": ("vllm", YARN),
+    "yarn with a factor of its own": ("speculators", YARN | {"attention_factor": 1.5, "truncate": False}),
+}
 ARRIVING: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "recorded": ("vllm", "eagle3", DRAFT),
     "norms, window and bias": ("vllm", "eagle3", {**FLAGS, "layers.0.attention.window": 8, **DRAFT}),
@@ -225,6 +233,7 @@ ARRIVING: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "last layer": ("vllm", "eagle3", {"inputs.aux_layers": [5]}),
     "EAGLE-1": ("eagle1", "eagle1", {"layers.0.fusion_bias": False}),
     "speculators": ("speculators", "eagle3", {**FLAGS, "layers.0.attention.window": 8}),
+    **{name: (form, "eagle3", {"rope_scaling": rope}) for name, (form, rope) in SCALINGS.items()},
 }
 
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from archspec.errors import ArchspecError, nearest
 from archspec.facts import TargetFacts
+from archspec.rope import Rope, rope_keys, target_rope
 from runners.features.frozen import FrozenWeights, freeze
-from runners.features.gguf_header import as_written, gguf_facts, read_header
+from runners.features.gguf_header import as_written, gguf_facts, gguf_rope
 from runners.features.locate import Location, find_packaged_gguf, locate
 from runners.features.onednn import use_onednn
 
@@ -190,9 +191,12 @@ def load_target(model: str, dtype: str = "float32", device: str = "cpu", trust_r
     place = locate(model)
     options: dict[str, Any] = {"gguf_file": place.gguf} if place.gguf else {}
     options["trust_remote_code"] = trust_remote_code
+    rope: Rope | str = "none"
     if place.gguf:
-        read_header(Path(place.path))  # a damaged file is told at once
+        rope = gguf_rope(Path(place.path))  # a damaged file is told at once
         _need_for_gguf(model, "gguf", "accelerate")
+        if not isinstance(rope, str):
+            options["config"] = _with_rope(_read_config(place, model, trust_remote_code), rope)
     else:
         _check_causal(_read_config(place, model, trust_remote_code), model, trust_remote_code)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -208,6 +212,8 @@ def load_target(model: str, dtype: str = "float32", device: str = "cpu", trust_r
     except Exception as error:  # damaged files raise whatever their reader raises
         raise ArchspecError(f"target {model}: cannot be loaded ({_first_line(error)})") from error
     target = Target(loaded.to(device), tokenizer, place.path)
+    if rope != "none":
+        target.facts = target.facts.model_copy(update={"rope_scaling": rope})
     use_onednn(target.model)
     return target
 
@@ -227,8 +233,12 @@ def target_facts(model: str, trust_remote_code: bool = False) -> TargetFacts:
 
 
 def facts_of(config: Any, model: str) -> TargetFacts:
-    """Translate a transformers config; ``model`` names it in messages."""
+    """Translate a transformers config; ``model`` names it in messages.
+
+    Positions in three parts (``mrope_section``) are plain ones for text, and are called so.
+    """
     text = config.get_text_config()
+    max_positions = _first(text, ["max_position_embeddings", "n_positions"], 4096)
     try:
         hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
         return TargetFacts(
@@ -240,11 +250,12 @@ def facts_of(config: Any, model: str) -> TargetFacts:
             kv_heads=int(_first(text, ["num_key_value_heads"], heads)),
             head_dim=int(_first(text, ["head_dim"], hidden // heads)),
             intermediate_size=int(_first(text, ["intermediate_size", "ffn_dim", "n_inner"], 4 * hidden)),
-            rope_theta=_rope_theta(text),
+            rope_theta=as_written(_rope(text).get("rope_theta") or getattr(text, "rope_theta", None) or 10_000.0),
+            rope_scaling=target_rope(_rope(text), max_positions),
             norm_eps=as_written(
                 _first(text, ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"], 1e-5)
             ),
-            max_positions=int(_first(text, ["max_position_embeddings", "n_positions"], 4096)),
+            max_positions=int(max_positions),
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise ArchspecError(
@@ -257,11 +268,18 @@ def _first(config: Any, names: Sequence[str], default: Any) -> Any:
     return next((value for value in values if value is not None), default)
 
 
-def _rope_theta(config: Any) -> float:
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope and all(isinstance(entry, dict) for entry in rope.values()):  # one entry per kind of attention
+def _rope(config: Any) -> dict[str, Any]:
+    """The rotary keys, those of full attention where kinds of attention differ."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope and all(isinstance(entry, dict) for entry in rope.values()):
         rope = rope.get("full_attention") or next(iter(rope.values()))
-    return as_written(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0)
+    return rope
+
+
+def _with_rope(config: Any, rope: Rope) -> Any:
+    """Transformers (5.24) leaves the scaling in a GGUF file of these architectures out, so the file's is put in."""
+    config.rope_parameters = {**rope_keys(rope), "rope_theta": _rope(config)["rope_theta"]}
+    return config
 
 
 def _read_config(place: Location, model: str, trust_remote_code: bool) -> Any:

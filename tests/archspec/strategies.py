@@ -38,6 +38,30 @@ PRINTABLE = st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"])
 # A name is one printable line: of all spaces only the plain one counts as printable, and a name is more than that.
 _NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]) | st.just(" "), min_size=1, max_size=8)
 
+_FACTORS = st.sampled_from([1, 4.0, 2.5])
+_ORIGINAL = st.sampled_from([16, 4096])
+ROPES: st.SearchStrategy[Any] = st.sampled_from(["none", "target"]) | st.one_of(
+    st.fixed_dictionaries({"type": st.just("linear"), "factor": _FACTORS}),
+    st.fixed_dictionaries(
+        {
+            "type": st.just("llama3"),
+            "factor": _FACTORS,
+            "low_freq_factor": st.sampled_from([0.5, 1]),
+            "high_freq_factor": st.sampled_from([2.0, 4]),
+            "original_max_positions": _ORIGINAL,
+        }
+    ),
+    st.fixed_dictionaries(
+        {"type": st.just("yarn"), "factor": _FACTORS, "original_max_positions": _ORIGINAL},
+        optional={
+            "beta_fast": st.sampled_from([16, 32.0]),
+            "beta_slow": st.sampled_from([0.5, 1]),
+            "truncate": st.booleans(),
+            "attention_factor": st.sampled_from([None, 1.0, 1.25]),
+        },
+    ),
+)
+
 _AUX_WORDS = {2: "low", 4: "middle", 5: "high", 8: "last"}  # what the words stand for in a target of 8 layers
 
 
@@ -61,6 +85,7 @@ def draft_specs(draw: st.DrawFn) -> DraftSpec:
                 "norm": head_norm,
             },
             "rope_theta": draw(st.sampled_from(["target", 100, 1e6])),
+            "rope_scaling": draw(ROPES),
             "norm_eps": draw(st.sampled_from(["target", 1e-6])),
         }
     )
@@ -156,6 +181,7 @@ def eagle3_specs(draw: st.DrawFn, holds: Holds) -> DraftSpec:
                 "norm": head_norm,
             },
             "rope_theta": draw(st.sampled_from(["target", 100, 1e6])),
+            "rope_scaling": draw(ROPES.filter(lambda rope: _held(rope, holds))),
             "norm_eps": draw(st.sampled_from(["target", 1e-6])),
         }
     )
@@ -192,6 +218,14 @@ def _held_stacks(draw: st.DrawFn, holds: Holds) -> list[dict[str, Any]]:
     return layers
 
 
+def _held(rope: Any, holds: Holds) -> bool:
+    """``attention_factor`` 1 is the paper's for factor 1 only."""
+    if not isinstance(rope, dict):
+        return True
+    usual = rope.get("attention_factor") is None or (rope["attention_factor"], rope["factor"]) == (1, 1)
+    return rope["type"] in holds.ropes and (usual or holds.attention_factor)
+
+
 @st.composite
 def eagle1_specs(draw: st.DrawFn) -> DraftSpec:
     """A spec for ``TOY`` of the EAGLE-1 family: one fusing projection, the target's last state, norm and head."""
@@ -208,6 +242,7 @@ def eagle1_specs(draw: st.DrawFn) -> DraftSpec:
             "layers": layers,
             "head": {"vocab_size": "full", "weights": "target", "norm": "none"},
             "rope_theta": draw(st.sampled_from(["target", 100, 1e6])),
+            "rope_scaling": draw(ROPES),
             "norm_eps": draw(st.sampled_from(["target", 1e-6])),
         }
     )

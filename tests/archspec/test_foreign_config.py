@@ -21,7 +21,22 @@ from tests.archspec.strategies import TOY
 FULL, SLIDING = "full_attention", "sliding_attention"
 AUX = "eagle_aux_hidden_state_layer_ids"
 VLLM = FORMATS["vllm"]
-PLAIN_ROPE = "only plain rotary positions are supported; use a draft without rope scaling"
+KNOWN_ROPES = "must be default, linear, llama3 or yarn, the rotary positions that drafts have here"
+LLAMA31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+WRITTEN = {
+    "type": "llama3",
+    "factor": 8,
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_positions": 8192,
+}
+ORIGINAL = "original_max_position_embeddings"
 OURS = ("draft_archspec", AUX, "eagle_config", "num_aux_hidden_states")
 
 
@@ -52,14 +67,27 @@ def spec_of(draft: Draft, tensors: dict[str, Tensor], changed: dict[str, Any], f
             "tie_word_embeddings = True: must be false: the head of a draft is a tensor of its own",
         ),
         ({"model_type": "gpt2"}, "model_type = 'gpt2': choose from llama, qwen3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type: 'dynamic': " + KNOWN_ROPES),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters.rope_type: 'mrope': " + KNOWN_ROPES),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: this key is required"),
+        ({"rope_parameters": LLAMA31 | {"factor": 0.5}}, "rope_parameters.factor = 0.5: must be 1 or more"),
         (
-            {"rope_scaling": {"type": "linear"}},
-            "rope_scaling.rope_type = 'linear': " + PLAIN_ROPE,
+            {"rope_parameters": LLAMA31 | {ORIGINAL: "8k"}},
+            f"rope_parameters.{ORIGINAL}: must be a positive whole number for llama3, but is 8k",
         ),
         (
-            {"rope_parameters": {"rope_type": "llama3"}},
-            "rope_parameters.rope_type = 'llama3': " + PLAIN_ROPE,
+            {"rope_parameters": LLAMA31, ORIGINAL: 4096},
+            f"rope_parameters.{ORIGINAL}: must be as at the top of the config, where it is 4096",
         ),
+        (
+            {"rope_scaling": {"factor": 8.0}},
+            "rope_scaling.rope_type: this key is required beside factor; choose from linear, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+            "rope_scaling.rope_type: rope_type and type must agree, but are yarn and linear",
+        ),
+        ({"rope_scaling": LLAMA31}, "rope_parameters and rope_scaling must describe the same positions, but differ"),
         ({"rope_theta": 5.0}, "rope_theta and rope_parameters.rope_theta must agree, but are [5.0, 10000.0]"),
         ({"hidden_size": None}, "hidden_size: this key is required"),
         ({"vocab_size": 60}, "vocab_size = 60, but the target has 48; name the draft's target"),
@@ -112,6 +140,41 @@ def test_what_is_left_out_has_a_default(draft: Draft, tensors: dict[str, Tensor]
     assert spec_of(draft, tensors, {"head_dim": None}).hash == draft.spec.hash
     wide = make_draft(make(layers=[{"fusion": "concat", "attention": {"kv_heads": 4}}]))
     assert spec_of(wide, pack(wide, VLLM), {"num_key_value_heads": None}).hash == wide.spec.hash
+
+
+def test_scaled_positions_are_read_from_either_layout(draft: Draft, tensors: dict[str, Tensor]) -> None:
+    """As the published EAGLE-3 draft of Llama 3.1 has them, in transformers 5's keys, and with the older ``type``."""
+    older = LLAMA31 | {"type": "llama3"}
+    del older["rope_type"]
+    theta = {"rope_theta": 500_000.0}
+    expected = make(rope_scaling=WRITTEN, **theta).hash
+    for changed in (
+        {"rope_parameters": LLAMA31 | theta, "rope_theta": None},
+        {"rope_parameters": LLAMA31 | theta, "rope_scaling": LLAMA31, **theta},
+        {"rope_parameters": None, "rope_scaling": LLAMA31, **theta},
+        {"rope_parameters": None, "rope_scaling": older, **theta},
+        {"rope_parameters": None, "rope_scaling": older | {ORIGINAL: None}, ORIGINAL: 8192, **theta},
+        {"rope_parameters": None, "rope_scaling": older | {ORIGINAL: None}, "max_position_embeddings": 8192, **theta},
+    ):
+        assert spec_of(draft, tensors, changed).hash == expected
+    for more in ({"max_position_embeddings": 100}, {"max_position_embeddings": None}):
+        assert spec_of(draft, tensors, {"rope_parameters": LLAMA31 | theta, **theta, **more}).hash == expected
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_draft_that_specforge_would_train_with_other_positions_is_not_read_as_its(
+    draft: Draft, tensors: dict[str, Tensor], kind: str
+) -> None:
+    keys = {"rope_parameters": None, "rope_scaling": {"type": kind, "factor": 4.0}}
+    with pytest.raises(ArchspecError) as caught:
+        spec_of(draft, tensors, keys, "specforge")
+    assert str(caught.value) == (
+        f"checkpoint: rope_scaling.type = {kind}: use llama3 or none; "
+        "SpecForge trains such a draft with other positions; read the checkpoint as vllm"
+    )
+    assert (
+        spec_of(draft, tensors, {"rope_parameters": None, "rope_scaling": LLAMA31}, "specforge").rope_scaling != "none"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from archspec.checkpoints import export
 from archspec.formats import FORMATS, configs
@@ -115,6 +116,24 @@ RICH_SIZES: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["full_attention", "sliding_attention"],
 }
+SCALED = make(
+    rope_scaling={
+        "type": "llama3",
+        "factor": 8,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_positions": 8192,
+    }
+)
+LLAMA31: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALED_KEYS = {"rope_parameters": LLAMA31 | {"rope_theta": 10_000.0}, "rope_scaling": LLAMA31}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 WIDE = make(hidden_size=12, embedding="trained", inputs={"aux_layers": [2, 4, 5, 7], "norm": "each"})
 WIDE_CONFIG = plain([2, 4, 5, 7], hidden_size=12, target_hidden_size=16, fc_norm=True)
 
@@ -126,6 +145,10 @@ WIDE_CONFIG = plain([2, 4, 5, 7], hidden_size=12, target_hidden_size=16, fc_norm
         ("sglang", make(), plain([2, 4, 5])),
         ("vllm", make(), plain([2, 4, 5])),
         ("speculators", make(), speculators([2, 4, 5], {})),
+        ("specforge", SCALED, without(plain([2, 4, 5], **SCALED_KEYS), "norm_before_fc")),
+        ("sglang", SCALED, plain([2, 4, 5], **SCALED_KEYS)),
+        ("vllm", SCALED, plain([2, 4, 5], **SCALED_KEYS)),
+        ("speculators", SCALED, speculators([2, 4, 5], SCALED_KEYS)),
         ("specforge", WIDE, without(WIDE_CONFIG, "norm_before_fc")),
         ("sglang", WIDE, WIDE_CONFIG),
         ("vllm", WIDE, WIDE_CONFIG),
@@ -164,6 +187,18 @@ WIDE_CONFIG = plain([2, 4, 5, 7], hidden_size=12, target_hidden_size=16, fc_norm
 )
 def test_config_key_by_key(form: str, spec: ResolvedSpec, expected: dict[str, Any]) -> None:
     assert FORMATS[form].config(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "written"), [({}, {}), ({"attention_factor": 1.5, "truncate": False},) * 2, ({"beta_fast": 16},) * 2]
+)
+def test_transformers_reads_one_scaling_from_both_layouts(more: dict[str, Any], written: dict[str, Any]) -> None:
+    """vLLM and SGLang read ``rope_parameters`` of the config that transformers makes; the base is in it."""
+    spec = make(rope_scaling={"type": "yarn", "factor": 4, "original_max_positions": 64, **more}, rope_theta=500)
+    config = FORMATS["vllm"].config(spec)
+    for left_out in ("", "rope_parameters", "rope_scaling"):
+        theirs = LlamaConfig(**{key: value for key, value in config.items() if key != left_out})
+        assert theirs.rope_parameters == YARN | written | {"rope_theta": 500.0}
 
 
 def test_a_config_names_its_target_where_the_format_tells_it(tmp_path: Path) -> None:

@@ -88,6 +88,11 @@ head.vocab_size=2048                               | yes               | yes
 head.weights=target                                | yes               | yes
 head.norm=none                                     | no head.norm      | no head.norm
 rope_theta=500                                     | yes               | yes
+rope_scaling=target                                | yes               | yes
+rope_scaling={"type":"linear","factor":4}          | yes               | note rope_scaling
+rope_scaling={"type":"yarn","factor":4,"original_max_positions":1024} | yes | note rope_scaling
+rope_scaling={"type":"yarn","factor":2,"original_max_positions":1024} | note rope_scaling | note rope_scaling
+rope_scaling={"type":"yarn","factor":4,"original_max_positions":1024,"attention_factor":2} | yes | no attention_factor
 norm_eps=1.0e-6                                    | yes               | yes
 """
 
@@ -209,6 +214,12 @@ def test_notes_of_vllm() -> None:
         f"layers.0.attention.head_dim = 48: {sizes}: {rule} (AngelSlim#5)"
     ]
 
+    yarn = '{"type":"yarn","factor":1.5,"original_max_positions":1000}'
+    rule = "its table ends at position 1500, the target's context at 4096; serve no further"
+    assert notes("vllm", deviating(f"rope_scaling={yarn}")) == [
+        f"rope_scaling = yarn: {rule} (vLLM 0.32.0, yarn_scaling_rope.py)"
+    ]
+
 
 def test_notes_of_sglang() -> None:
     source = "(SGLang 0.5.23, by its source)"
@@ -218,6 +229,11 @@ def test_notes_of_sglang() -> None:
     assert notes("sglang", deviating("hidden_size=768 embedding=trained")) == [
         f"hidden_size = 768: wider than the target's 576 was not run, narrower was {source}"
     ]
+    llama3 = '{"type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_positions":8192}'
+    assert notes("sglang", deviating(f"rope_scaling={llama3}")) == [
+        f"rope_scaling = llama3: scaled positions were not run {source}"
+    ]
+    assert notes("vllm", deviating(f"rope_scaling={llama3}")) == []
     assert notes("sglang", deviating("layers.1.fusion=none")) == [
         "layers = 2: version 0.5.23 serves more than one layer, older ones refused them (sglang#18175)"
     ]

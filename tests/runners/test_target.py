@@ -1,18 +1,22 @@
 """Target: states by our ids, logits from the last state, fingerprints, and what cannot be loaded."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaModel
+from transformers import BertConfig, CohereConfig, Gemma2Config, Gemma3TextConfig, GPT2Config, GraniteConfig, LlamaModel
 
 from archspec.errors import ArchspecError
+from archspec.rope import rope_of
 from runners.features.frozen import FrozenWeights
-from runners.features.target import Target, find_packaged_gguf, load_target, target_facts
+from runners.features.target import Target, facts_of, find_packaged_gguf, load_target, target_facts
+from tests.runners.gguf_file import llama3_divisors, save_gguf
 from tests.runners.tiny import save_tiny, tiny_config, tiny_model, tiny_target, tiny_tokenizer
 
 SMALL = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
@@ -175,6 +179,58 @@ def test_damaged_and_incomplete_weights(tmp_path: Path) -> None:
         load_target(str(tmp_path))
 
 
+# Scaled positions
+
+
+LLAMA31: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+BASE = {"rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (tiny_config(), "none"),
+        (tiny_config(rope_parameters=LLAMA31 | BASE), rope_of(LLAMA31, None)),
+        (tiny_config(rope_scaling={"type": "linear", "factor": 2.0}), rope_of({"type": "linear", "factor": 2.0}, None)),
+        (
+            tiny_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            rope_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, None),
+        ),
+        (tiny_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
+        (tiny_config(rope_parameters={"rope_type": "yarn", "factor": 0.5} | BASE), "unusual yarn"),
+        (tiny_config(rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]} | BASE), "none"),
+        (
+            Gemma3TextConfig(
+                **SMALL, rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0} | BASE,
+                                          "sliding_attention": {"rope_type": "default"} | BASE}
+            ),
+            rope_of({"rope_type": "linear", "factor": 8.0}, None),
+        ),
+        (GPT2Config(vocab_size=264), "none"),
+    ],
+)  # fmt: skip
+def test_facts_have_the_scaling_of_a_config(config: Any, expected: Any) -> None:
+    assert facts_of(config, "x").rope_scaling == expected
+
+
+def test_only_scaled_targets_have_other_fingerprints() -> None:
+    """What is hashed of a target with plain positions is what it was before facts had a scaling."""
+    plain = tiny_target()
+    assert list(plain.facts.model_dump()) == [
+        *("model_type", "hidden_size", "num_layers", "vocab_size", "heads", "kv_heads", "head_dim"),
+        *("intermediate_size", "rope_theta", "norm_eps", "max_positions"),
+    ]
+    assert plain.fingerprint == Target(tiny_model(), tiny_tokenizer(), "other").fingerprint
+    scaled = Target(tiny_model(tiny_config(rope_parameters=LLAMA31 | BASE)), tiny_tokenizer(), "scaled")
+    assert scaled.fingerprint != plain.fingerprint
+
+
 def write_gguf(path: Path, **changes: Any) -> Path:
     """A GGUF header as llama.cpp writes it, with a vocabulary of three and no tensors."""
     writer = gguf.GGUFWriter(path, "llama")
@@ -196,6 +252,59 @@ def test_facts_from_a_gguf_header(tmp_path: Path) -> None:
     expected = {"vocab_size": 3, "head_dim": 8, "norm_eps": 1e-5, "rope_theta": 10_000.0, "max_positions": 512}
     assert facts.model_dump(include=set(expected)) == expected
     assert target_facts(str(tmp_path)) == facts  # a folder that holds one GGUF file is that file
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 2.0},
+    "llama3": LLAMA31,
+}
+IN_HEADER: dict[str, dict[str, Any]] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "yarn": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "attn_factor": 2.0 / (0.1 * math.log(4) + 1),
+    },
+    "llama3": {},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_gguf_target_turns_as_its_file_says(kind: str, tmp_path: Path) -> None:
+    """Transformers alone would leave the scaling out."""
+    keys = {**SCALED[kind], "rope_theta": 500_000.0}
+    model = tiny_model(tiny_config(tie_word_embeddings=False, rope_parameters=keys))
+    divisors = llama3_divisors(8, 500_000.0, 8.0, 1.0, 4.0, 8192) if kind == "llama3" else None
+    path = str(save_gguf(tmp_path / "scaled.gguf", model, IN_HEADER[kind], divisors))
+    target = load_target(path)
+    assert target.facts.rope_scaling == target_facts(path).rope_scaling == facts_of(model.config, "x").rope_scaling
+    assert target.facts == target_facts(path)
+    torch.testing.assert_close(target.model(some_ids()).logits, model(some_ids()).logits, rtol=1e-5, atol=1e-5)
+    plain = tiny_model(tiny_config(tie_word_embeddings=False, rope_theta=500_000.0))
+    assert not torch.allclose(plain(some_ids()).logits, model(some_ids()).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "divisors", "word"),
+    [
+        ({"type": "longrope", "factor": 4.0}, None, "longrope"),
+        ({"type": "yarn"}, None, "unusual yarn"),
+        ({"type": "none"}, None, "none"),
+        ({}, llama3_divisors(8, 500_000.0, 8.0, 1.0, 2.0, 8192), "rope_freqs.weight"),
+        ({}, np.full(4, 0.5, dtype=np.float32), "rope_freqs.weight"),
+    ],
+)
+def test_a_gguf_target_of_another_kind_loads_and_has_a_word(
+    scaling: dict[str, Any], divisors: Any, word: str, tmp_path: Path
+) -> None:
+    model = tiny_model(tiny_config(tie_word_embeddings=False, rope_theta=500_000.0))
+    path = str(save_gguf(tmp_path / "scaled.gguf", model, scaling, divisors))
+    target = load_target(path)
+    assert target.facts == target_facts(path)
+    assert target.facts.rope_scaling == word
+    torch.testing.assert_close(target.model(some_ids()).logits, model(some_ids()).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_gguf_without_a_dimension(tmp_path: Path) -> None:
