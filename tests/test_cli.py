@@ -224,6 +224,7 @@ def test_validate_spaces_and_searches_for_an_engine(world: World, tmp_path: Path
     search = world.search_file(tmp_path / "search.yaml", fixed=fixed, constraints={"servable_by": ["vllm"]})
     answered("validate", search, *known, "--engine", "vllm")
     assert "sglang cannot serve" in refused("validate", search, *known, "--engine", "sglang")
+    assert "sglang cannot serve" in refused("validate", search, "--engine", "sglang")  # it names its target itself
 
 
 # Bad input

@@ -100,6 +100,10 @@ def _check_servable(loaded: BaseModel, facts: TargetFacts | None, engine: str, d
         inner = {place[1:]: line for place, line in document.lines.items() if place[:1] == ("spec",)}
         document = Document(loaded.spec, document.source, inner)
         loaded = document.validate(ResolvedSpec)
+    if isinstance(loaded, SearchFile) and facts is None:
+        from runners.features.target import target_facts  # loads torch
+
+        facts = target_facts(loaded.target.model, loaded.target.trust_remote_code)
     if not isinstance(loaded, ResolvedSpec) and facts is None:
         raise ArchspecError(f"{document.source}: whether {engine} serves it depends on the target; give --target")
     match loaded:
