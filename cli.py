@@ -160,6 +160,8 @@ def capture(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 32,
     seed: int = 0,
+    workers: Annotated[int, typer.Option(min=1, help="More than one share the work on a Ray cluster.")] = 1,
+    address: Annotated[str | None, typer.Option(help="Standing Ray cluster, HOST:PORT or auto.")] = None,
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -175,14 +177,26 @@ def capture(
     from runners.features.target import load_target
     from runners.training.device import pick_device
 
-    console = make_console()
-    loaded = load_target(target, target_dtype, pick_device(device), trust_remote_code)
+    console, shared = make_console(), workers > 1 or address is not None
+    loaded = load_target(target, target_dtype, "cpu" if shared else pick_device(device), trust_remote_code)
     with hint("the same command goes on where it stopped"):
+        helpers = None
+        if shared:
+            from runners.search.search_file import TargetSettings
+            from runners.search.session import cluster_workers
+
+            settings = {
+                "model": target,
+                "dtype": target_dtype,
+                "device": device,
+                "trust_remote_code": trust_remote_code,
+            }
+            helpers = cluster_workers(address, TargetSettings.model_validate(settings), workers, console.print)
         if generate and responses is not None:
-            generate_file(loaded, generate, responses, max_new_tokens, temperature, batch_size, seed, console)
+            generate_file(loaded, generate, responses, max_new_tokens, temperature, batch_size, seed, console, helpers)
         if out is not None:
             texts = [*(conversations or []), *([responses] if responses else [])]
-            capture_files(loaded, texts, layers.split(","), out, dtype, max_length, batch_tokens, console)
+            capture_files(loaded, texts, layers.split(","), out, dtype, max_length, batch_tokens, console, helpers)
 
 
 @app.command(
@@ -297,23 +311,27 @@ def search(
     file: Annotated[Path | None, typer.Argument(help="The search file; a resumed run has its own.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; runs/FILE's name if left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    runner: Annotated[str | None, typer.Option(help="local or ray, in place of the file's.")] = None,
+    address: Annotated[str | None, typer.Option(help="Standing Ray cluster, HOST:PORT or auto.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="Trials at a time.")] = None,
+    stage_to: Annotated[Path | None, typer.Option(help="Local disk of the nodes, to copy the features to.")] = None,
 ) -> None:
     """Search for the best draft: capture, train candidates rung by rung, measure, write best-config.json."""
     if file is None and not (resume and out):
         raise ArchspecError("give a search file, or --resume with --out and the run folder")
-    from runners.search.search_file import SearchFile
-
-    loaded = None if file is None else SearchFile.load(file)
-    folder = out or Path("runs") / (file or Path()).stem
     from runners.display import live
     from runners.progress import Meter
     from runners.search import session
+    from runners.search.overrides import load_search
 
+    folder = out or Path("runs") / (file or Path()).stem
+    changes = {"kind": runner, "address": address, "concurrent": concurrent, "stage_to": stage_to}
+    loaded = load_search(file, folder, changes)
     console, again = make_console(), f"go on with: archspec search --resume --out {folder}"
     with hint(again if resume else "the same command begins anew"), Meter(console, "captured tokens") as meter:
         prepared = session.prepare(folder, loaded, resume, console.print, meter)
     with hint(again), live.watching(console) as watcher:
-        best, done = session.execute(prepared, watcher)
+        best, done = session.execute(prepared, watcher, report=console.print)
     show_all(*live.summary(done, best, console.width))
 
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ARROW = ("archspec", "search_spaces", "runners", "cli")
 INNER_ARROW = ("features", "training", "serving", "search", "display")
-RAY_FILE = "runners/search/ray_runner.py"
+RAY_FILES = "runners/search/ray_"
 
 
 def imports(tree: ast.AST, module: str) -> Iterator[str]:
@@ -54,8 +54,14 @@ def test_imports_inside_runners_follow_their_arrow(source: str) -> None:
     assert not inner & set(INNER_ARROW[INNER_ARROW.index(source.split("/")[1]) + 1 :])
 
 
-def test_ray_is_imported_in_one_file_alone() -> None:
-    assert {source for source in sources() if "ray" in packages(source)} <= {RAY_FILE}
+def test_ray_is_imported_in_its_own_files_alone() -> None:
+    with_ray = {source for source in sources() if "ray" in packages(source)}
+    assert "runners/search/ray_runner.py" in with_ray
+    assert all(source.startswith(RAY_FILES) for source in with_ray)
+    for source in set(sources()) - with_ray:
+        tree = ast.parse((ROOT / source).read_text(encoding="utf-8"))
+        inner = [name for name in imports(tree, source) if name.startswith("runners.search.ray_")]
+        assert not inner or source in ("runners/search/session.py", "runners/search/ray_train.py"), source
 
 
 def test_a_spec_knows_nothing_of_optuna() -> None:

@@ -1,7 +1,7 @@
 """Watching a search: a table that stays in place on a terminal, one plain line for each event elsewhere.
 
 Either way ``leaderboard.csv`` is rewritten after every rung, and ``progress.json`` tells other processes what is in
-flight.
+flight. What takes longer the more architectures there are is done now and then only once they are many.
 """
 
 import statistics
@@ -27,6 +27,8 @@ from runners.search.study import Record
 from runners.training.trial import Measurement, RungTask
 
 PROGRESS_SECONDS = 2.0
+DRAW_SECONDS = 0.5
+FEW = 100  # architectures up to which every rung is told at once
 LINE_SECONDS = 60.0
 
 Key = tuple[int, int]
@@ -38,6 +40,7 @@ class Pace:
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._began: dict[Key, tuple[float, int]] = {}
+        self._where: dict[Key, str | None] = {}
         self._trained = 0
         self.running: dict[Key, Running] = {}
 
@@ -52,6 +55,7 @@ class Pace:
         if isinstance(event, Started):
             before = task.rungs[task.rung - 1] if task.rung else 0
             self._began[key] = (time.monotonic(), before)
+            self._where[key] = event.where
             self.running[key] = self._state(task, before, seed, None)
             return
         tokens = self.running[key].tokens if key in self.running else 0
@@ -82,7 +86,8 @@ class Pace:
         return (under_way + new + max(0.0, repeats)) / rate
 
     def _state(self, task: RungTask, tokens: int, seed: int, speed: float | None) -> Running:
-        return Running(task.number, task.seed - seed, task.rung, tokens, task.rungs[task.rung], speed)
+        where = self._where.get((task.number, task.seed))
+        return Running(task.number, task.seed - seed, task.rung, tokens, task.rungs[task.rung], speed, where)
 
 
 def view_of(search: Search, pace: Pace) -> View:
@@ -102,6 +107,11 @@ def view_of(search: Search, pace: Pace) -> View:
     )
 
 
+def at_once(search: Search, event: Event) -> bool:
+    """Whether all architectures are looked at for this event alone, not only when some time has passed."""
+    return not isinstance(event, Progress) and len(search.study.records) <= FEW
+
+
 class Watching(AbstractContextManager["Watching"]):
     """The common part: pace, leaderboard, progress for other processes. ``show`` is the display's."""
 
@@ -110,6 +120,7 @@ class Watching(AbstractContextManager["Watching"]):
         self.pace = Pace()
         self._search: Search | None = None
         self._written = 0.0
+        self._stale = False
 
     def __enter__(self) -> Self:
         """Start to watch."""
@@ -127,9 +138,11 @@ class Watching(AbstractContextManager["Watching"]):
         """See ``Watcher``."""
         self._search = search
         self.pace.take(event, search.file.seed)
-        if not isinstance(event, Progress):
-            write_leaderboard(search)
-        if not isinstance(event, Progress) or time.monotonic() - self._written > PROGRESS_SECONDS:
+        self._stale |= not isinstance(event, Progress)
+        if at_once(search, event) or time.monotonic() - self._written > PROGRESS_SECONDS:
+            if self._stale:
+                write_leaderboard(search)
+                self._stale = False
             self._tell_others(search, None)
         self.show(search, event)
 
@@ -158,6 +171,7 @@ class LiveTable(Watching):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self._view: View | None = None
+        self._drawn = 0.0
         self._live = Live(
             console=console, get_renderable=self._render, refresh_per_second=2, transient=True, screen=False
         )
@@ -174,9 +188,11 @@ class LiveTable(Watching):
         self._live.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)
 
-    def show(self, search: Search, _event: Event) -> None:
+    def show(self, search: Search, event: Event) -> None:
         """See ``Watching``."""
-        self._view = view_of(search, self.pace)
+        if at_once(search, event) or time.monotonic() - self._drawn > DRAW_SECONDS:
+            self._drawn = time.monotonic()
+            self._view = view_of(search, self.pace)
 
     def _render(self) -> RenderableType:
         if self._view is None:
@@ -208,11 +224,11 @@ def describe(search: Search, record: Record, event: Event) -> str:
     who = f"trial {record.number} {record.name}" + (f", seed {offset + 1}" if offset else "")
     rung, goal = f"rung {task.rung + 1} of {len(task.rungs)}", f"{task.rungs[task.rung]:,} tokens"
     if isinstance(event, Started):
-        return f"{who}: {rung} begins, to {goal}"
+        return f"{who}: {rung} begins, to {goal}" + (f", on {event.where}" if event.where else "")
     if isinstance(event, Progress):
         return f"{who}: {rung}, {event.report.tokens:,} of {goal}, loss {event.report.loss:.3f}"
     if isinstance(event.result, Failure):
-        again = "; running it again" if (task.number, task.seed) in search.in_flight else ""
+        again = "; running it again" if search.goes_on(task) else ""
         return f"{who}: {rung} {event.result.kind}: {event.result.reason}{again}"
     proxy = " (proxy)" if search.store.manifest.text_origin != "own" else ""
     told = event.result.acceptance

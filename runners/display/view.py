@@ -11,6 +11,7 @@ from rich.text import Text
 BAR_WIDTH = 8
 NARROW = 105
 OTHER_WIDTH = {False: 90, True: 76}  # what the columns beside the draft's name need
+WHERE_WIDTH, LEAST_WITH_WHERE = 20, 100
 PROXY = "proxy: the text was not written by the target, so acceptance is only an indication"
 
 
@@ -19,7 +20,10 @@ Column = tuple[Literal["left", "right"], "Callable[[Row], str | Text]"]
 
 @dataclass(frozen=True)
 class Running:
-    """A task in flight: ``tokens`` of ``goal`` are trained. ``seed_offset`` is 0 for the search's own seed."""
+    """A task in flight: ``tokens`` of ``goal`` are trained. ``seed_offset`` is 0 for the search's own seed.
+
+    ``where`` names node and device, None on this machine.
+    """
 
     trial: int
     seed_offset: int
@@ -27,6 +31,7 @@ class Running:
     tokens: int
     goal: int
     tokens_per_second: float | None
+    where: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -160,6 +165,7 @@ def table(view: View, rows: Sequence[Row], width: int) -> Table:
         "trial": ("right", lambda row: str(row.trial)),
         "draft": ("left", lambda row: row.name),
         "state": ("left", lambda row: _state(view, row)),
+        "where": ("left", lambda row: (row.running.where if row.running else None) or ""),
         "tokens": ("right", _tokens),
         "length (proxy)" if view.proxy else "length": (
             "right",
@@ -172,11 +178,15 @@ def table(view: View, rows: Sequence[Row], width: int) -> Table:
     }
     dropped = {"seeds"} if all(row.seeds <= 1 for row in rows) else set()
     dropped |= {"tok/s", "params"} if width < NARROW else set()
+    places = [len(row.running.where) for row in rows if row.running and row.running.where]
+    dropped |= set() if places and width >= LEAST_WITH_WHERE else {"where"}
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     kept = {name: column for name, column in columns.items() if name not in dropped}
+    where = min(WHERE_WIDTH, max(places, default=0))
+    others = OTHER_WIDTH[width < NARROW] + 8 * view.proxy + (where + 2) * ("where" in kept)
+    rooms = {"draft": max(16, width - others), "where": where}
     for name, (justify, _) in kept.items():
-        room = max(16, width - OTHER_WIDTH[width < NARROW] - 8 * view.proxy) if name == "draft" else None
-        shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=room)
+        shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=rooms.get(name))
     for row in rows:
         shown.add_row(*(cell(row) for _, cell in kept.values()), style=_style(row))
     return shown

@@ -4,19 +4,19 @@ Shapes: B rows, T positions (padded on the right), H the target's hidden size, N
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from archspec.errors import ArchspecError, nearest
 from archspec.files import exclusive, write_text
-from runners.features.chat import Tokenized, TokenizedSet, template_hash, tokenize_all
+from runners.features.chat import TokenizedSet, template_hash, tokenize_all
 from runners.features.conversations import Conversation, digest
-from runners.features.proof import LOGIT_TOLERANCE, LOW_AGREEMENT
-from runners.features.shards import ShardWriter, save_or_tell
+from runners.features.parts import PartOrder, PartRecord, Plan, Text, join_parts, orders, part_count, remove_parts
+from runners.features.proof import LOW_AGREEMENT
+from runners.features.shards import save_or_tell
 from runners.features.store import (
     COUNTS,
     FROZEN,
@@ -29,15 +29,14 @@ from runners.features.store import (
     response_counts,
 )
 from runners.features.target import DTYPES, Target
+from runners.features.work import Here, Workers
 
 STORE_DTYPES = ("float32", "bfloat16")
 _HEAD_ROOM_BYTES = 64 << 20
 _HEAD_ROOM_SHARE = 0.05
-_CHECKED_POSITIONS = 64
 
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
-_Kept = tuple[Conversation, Tokenized]
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,22 @@ def capture(
     on_progress: Progress | None = None,
     report: Report | None = None,
     sources: Sequence[str] = (),
+    workers: Workers | None = None,
 ) -> FeatureStore:
     """Store the states of ``layer_ids`` and the last state for every conversation, or reuse a store that has them.
 
     The target's own text is recorded as such where a conversation's ``generation`` names this target. Batches hold at
     most ``batch_tokens`` padded tokens (one longer document makes a batch of its own); a shard is written when it has
     ``shard_tokens``. ``on_progress`` gets tokens done and in all; ``report`` gets lines for the user: size, reuse,
-    dropped conversations, checks. ``sources`` names the files that the text came from.
+    dropped conversations, checks. ``sources`` names the files that the text came from. ``workers`` make the parts of
+    the store, this process if None; a capture that was interrupted goes on with the parts that it began with.
 
     Raises:
         ArchspecError: bad options, no response text, too little free disk (all before the first forward), a folder
-            that holds another store, logits that cannot be recomputed from the states, or a disk that fills up.
+            that holds another store, logits that cannot be recomputed from the states, a disk that fills up, or
+            workers that cannot work.
     """
-    report = report or _silent
+    report, workers = report or _silent, workers or Here()
     _check_options(target, layer_ids, dtype, max_length, batch_tokens, shard_tokens)
     layers = tuple(sorted({*layer_ids, target.facts.num_layers}))
     key = StoreKey(
@@ -89,48 +91,104 @@ def capture(
         dtype=dtype,
         max_length=max_length,
     )
-    if (store := reusable(out, key, layers)) is not None:
-        report(f"features: reusing {out} ({len(store.documents)} documents, {store.manifest.tokens} tokens)")
+    if (store := _reused(out, key, layers, report)) is not None:
         return store
     texts = tokenize_all(conversations, target.tokenizer, max_length, target.fingerprint)
     _check_tokens(texts, target)
-    plan = plan_capture(target, texts, layers, out, dtype)
-    _announce(plan, texts, layers, out, key, report)
+    parts = _parts(target, texts, key, layers, out, batch_tokens, shard_tokens, workers)
+    tokens = _announce(target, texts, parts, report)
     with exclusive(out, "another process captures into this folder"):
-        writer = ShardWriter(out, layers, target.facts.num_layers, DTYPES[dtype], shard_tokens)
-        checks = _forward_all(target, texts.kept, writer, batch_tokens, plan.tokens, on_progress)
-        _report_checks(checks, report)
-        _finish(target, texts, writer, key, layers, checks, sources)
+        if (store := _reused(out, key, layers, report)) is not None:  # made while the text was being tokenized
+            return store
+        parts[0].plan.begin(out)
+        workers.carry_out(target, parts, lambda done: on_progress(done, tokens) if on_progress else None)
+        made = [(order.part, record) for order in parts if (record := order.record()) is not None]
+        if len(made) < len(parts):
+            raise ArchspecError(f"{out}: some parts of the capture are damaged; the same command makes them again")
+        _report_checks([record for _, record in made], report)
+        _finish(target, texts, join_parts(out, made), key, layers, out, sources)
+        remove_parts(out)
     return FeatureStore.open(out)
 
 
-def _announce(
-    plan: CapturePlan, texts: TokenizedSet, layers: Sequence[int], out: Path, key: StoreKey, report: Report
-) -> None:
-    """Tell what will be written, and refuse it if the disk cannot hold it."""
+def _reused(out: Path, key: StoreKey, layers: Sequence[int], report: Report) -> FeatureStore | None:
+    store = reusable(out, key, layers)
+    if store is not None:
+        remove_parts(out)  # of a capture that was killed after all else was done
+        report(f"features: reusing {out} ({len(store.documents)} documents, {store.manifest.tokens} tokens)")
+    return store
+
+
+def _in_order(texts: TokenizedSet) -> list[Text]:
+    """Longest first: the batch that may not fit in memory comes at once, and documents of like length together."""
+    greedy = [text.own and one.generation is not None and one.generation.temperature == 0 for one, text in texts.kept]
+    every = [Text(one.id, one.category, text, own) for (one, text), own in zip(texts.kept, greedy, strict=True)]
+    return sorted(every, key=lambda text: -len(text))
+
+
+def _parts(
+    target: Target,
+    texts: TokenizedSet,
+    key: StoreKey,
+    layers: tuple[int, ...],
+    out: Path,
+    batch_tokens: int,
+    shard_tokens: int,
+    workers: Workers,
+) -> list[PartOrder]:
+    """What is to be captured, in as many parts as it was begun with, if it was."""
+    in_order = _in_order(texts)
+    plan = Plan(
+        key=key,
+        layer_ids=layers,
+        target_dtype=str(target.dtype).removeprefix("torch."),
+        batch_tokens=batch_tokens,
+        shard_tokens=shard_tokens,
+        parts=part_count([len(text) for text in in_order], batch_tokens, shard_tokens, workers.count),
+    )
+    before = Plan.standing(out)
+    same = before is not None and before.model_copy(update={"parts": plan.parts}) == plan
+    return orders(in_order, out, before if before is not None and same else plan)
+
+
+def _announce(target: Target, texts: TokenizedSet, parts: Sequence[PartOrder], report: Report) -> int:
+    """Tell what will be written, and refuse it if the disk cannot hold it; returns the tokens in all."""
+    out, plan = parts[0].out, parts[0].plan
+    made = [record for order in parts if (record := order.record()) is not None] if Plan.standing(out) == plan else []
+    size = plan_capture(target, texts, plan.layer_ids, out, plan.key.dtype)
+    rest = replace(size, bytes=size.bytes - sum(entry.size for record in made for entry in record.shards))
     report(
-        f"features: {plan.tokens} tokens of {plan.documents} conversations, {len(layers)} layers in {key.dtype}: "
-        f"{_human(plan.bytes)} in {out} ({_human(plan.free_bytes)} free)"
+        f"features: {size.tokens} tokens of {size.documents} conversations, {len(plan.layer_ids)} layers in "
+        f"{plan.key.dtype}: {_human(size.bytes)} in {out} ({_human(size.free_bytes)} free)"
     )
     if texts.unanswered or texts.truncated_away:
         report(
             f"features: dropped {texts.unanswered} conversations without an answer and {texts.truncated_away} "
-            f"without one inside {key.max_length} tokens"
+            f"without one inside {plan.key.max_length} tokens"
         )
-    if plan.free_bytes < plan.needed_bytes:
+    if made:
+        report(f"features: going on with an interrupted capture: {len(made)} of {len(parts)} parts are there")
+    if rest.free_bytes < rest.needed_bytes:
         raise ArchspecError(
-            f"{out}: capture needs {_human(plan.needed_bytes)} of free disk ({_human(plan.bytes)} and head "
-            f"room), but {_human(plan.free_bytes)} are free; ask for fewer layers, use bfloat16, or "
+            f"{out}: capture needs {_human(rest.needed_bytes)} of free disk ({_human(rest.bytes)} and head "
+            f"room), but {_human(rest.free_bytes)} are free; ask for fewer layers, use bfloat16, or "
             "choose another disk"
         )
+    return size.tokens
 
 
-def _report_checks(checks: "_Checks", report: Report) -> None:
+def _report_checks(records: Sequence[PartRecord], report: Report) -> None:
+    """Tell the figures of the first part, which the manifest keeps, and warn if those of any part are low."""
+    first = records[0]
     report(
-        f"features: recomputed logits differ by {checks.logits_error:.1e} of their size"
-        + ("" if checks.agreement is None else f"; {checks.agreement:.1%} of the target's own tokens are its argmax")
+        f"features: recomputed logits differ by {first.logits_error:.1e} of their size"
+        + (
+            ""
+            if first.own_agreement is None
+            else f"; {first.own_agreement:.1%} of the target's own tokens are its argmax"
+        )
     )
-    if checks.agreement is not None and checks.agreement < LOW_AGREEMENT:
+    if any(one.own_agreement is not None and one.own_agreement < LOW_AGREEMENT for one in records):
         report(
             "features: warning: much of the text marked as this target's own is not what it says now, so acceptance "
             "will be a proxy; generate it again in this float type"
@@ -184,104 +242,20 @@ def reusable(out: Path, key: StoreKey, layers: Sequence[int]) -> FeatureStore | 
     return FeatureStore.open(out)
 
 
-@dataclass
-class _Checks:
-    logits_error: float
-    agreement: float | None
-
-
-def _forward_all(
-    target: Target,
-    kept: Sequence[_Kept],
-    writer: ShardWriter,
-    batch_tokens: int,
-    total: int,
-    on_progress: Progress | None,
-) -> _Checks:
-    checks, done = _Checks(0.0, None), 0
-    for number, batch in enumerate(_batches(kept, batch_tokens)):
-        width = max(len(text.tokens) for _, text in batch)
-        ids_BT = torch.zeros(len(batch), width, dtype=torch.int64)
-        for row, (_, text) in enumerate(batch):
-            ids_BT[row, : len(text.tokens)] = text.tokens
-        # No attention mask: with padding on the right, causal attention never lets a real token see it.
-        states = target.states(ids_BT.to(target.device), writer.layers)
-        if number == 0:
-            last = states[writer.last_layer].to(writer.dtype)
-            checks = _Checks(_logits_error(target, ids_BT, last), _own_agreement(target, batch, last))
-        for row, (conversation, text) in enumerate(batch):
-            size = len(text.tokens)
-            writer.add(conversation, text, {layer: state[row, :size] for layer, state in states.items()})
-            done += size
-        if on_progress:
-            on_progress(done, total)
-    writer.flush()
-    return checks
-
-
-def _batches(kept: Sequence[_Kept], batch_tokens: int) -> Iterator[list[_Kept]]:
-    """Group documents of like length, longest first: the batch that may not fit in memory comes at once."""
-    batch: list[_Kept] = []
-    for pair in sorted(kept, key=lambda pair: -len(pair[1].tokens)):
-        width = len(batch[0][1].tokens) if batch else 0
-        if batch and width * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(pair)
-    if batch:
-        yield batch
-
-
-@torch.no_grad()
-def _logits_error(target: Target, ids_BT: Tensor, last_BTH: Tensor) -> float:
-    """Compare logits recomputed from the states, in the type they are stored in, with the model's own.
-
-    Raises:
-        ArchspecError: they differ by more than rounding explains.
-    """
-    ids = ids_BT[:1, :_CHECKED_POSITIONS].to(target.device)
-    own = target.model(input_ids=ids, use_cache=False).logits[0].float()
-    ours = target.logits(last_BTH[0, : ids.shape[1]]).float()
-    error = float((own - ours).abs().max() / own.abs().max().clamp_min(1e-6))
-    coarser = max((target.dtype, last_BTH.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    tolerance = LOGIT_TOLERANCE[str(coarser).removeprefix("torch.")]
-    if not error <= tolerance:
-        raise ArchspecError(
-            f"target {target.path}: logits recomputed from the captured states differ from its own by "
-            f"{error:.1e} of their size (at most {tolerance:.0e}); the states are not the right ones"
-        )
-    return error
-
-
-@torch.no_grad()
-def _own_agreement(target: Target, batch: Sequence[_Kept], last_BTH: Tensor) -> float | None:
-    """Share of greedy own response tokens that equal the argmax one position before; None without such text."""
-    same = seen = 0
-    for row, (conversation, text) in enumerate(batch):
-        if not text.own or conversation.generation is None or conversation.generation.temperature != 0:
-            continue
-        positions = text.response_mask.nonzero()[:, 0]
-        for chunk in torch.split(positions[positions > 0], _CHECKED_POSITIONS):  # never a whole document's logits
-            argmax = target.logits(last_BTH[row, (chunk - 1).to(last_BTH.device)]).argmax(-1).cpu()
-            same += int((argmax == text.tokens[chunk]).sum())
-            seen += len(chunk)
-    return same / seen if seen else None
-
-
 def _finish(
     target: Target,
     texts: TokenizedSet,
-    writer: ShardWriter,
+    made: PartRecord,
     key: StoreKey,
     layers: Sequence[int],
-    checks: _Checks,
+    out: Path,
     sources: Sequence[str],
 ) -> None:
     counts = torch.zeros(target.facts.vocab_size, dtype=torch.int64)
     for _, text in texts.kept:
         counts += response_counts(text.tokens, text.response_mask, target.facts.vocab_size)
-    target.weights.save(writer.out / FROZEN)
-    save_or_tell(writer.out / COUNTS, {"counts": counts})
+    target.weights.save(out / FROZEN)
+    save_or_tell(out / COUNTS, {"counts": counts})
     own = [text.own for _, text in texts.kept]
     temperatures = {one.generation.temperature for one, text in texts.kept if text.own and one.generation}
     manifest = Manifest(
@@ -293,18 +267,18 @@ def _finish(
         eos_token_ids=tuple(sorted(target.eos_token_ids)),
         target_path=target.path,
         sources=tuple(sources),
-        tokens=sum(entry.length for entry in writer.documents),
-        response_tokens=sum(entry.response_tokens for entry in writer.documents),
+        tokens=sum(entry.length for entry in made.documents),
+        response_tokens=sum(entry.response_tokens for entry in made.documents),
         unanswered=texts.unanswered,
         truncated_away=texts.truncated_away,
-        logits_error=checks.logits_error,
-        own_agreement=checks.agreement,
-        shards=tuple(writer.shards),
-        frozen=file_entry(writer.out / FROZEN),
-        counts=file_entry(writer.out / COUNTS),
-        documents=tuple(writer.documents),
+        logits_error=made.logits_error,
+        own_agreement=made.own_agreement,
+        shards=made.shards,
+        frozen=file_entry(out / FROZEN),
+        counts=file_entry(out / COUNTS),
+        documents=made.documents,
     )
-    write_text(writer.out / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    write_text(out / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
 
 
 def _check_options(

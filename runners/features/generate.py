@@ -34,8 +34,8 @@ class Generated:
 
 
 @dataclass
-class _Row:
-    """One conversation while it is being answered."""
+class Row:
+    """One conversation while it is being answered; ``random`` is its own generator."""
 
     conversation: Conversation
     prompt: list[int]
@@ -65,19 +65,13 @@ def generate_responses(
         ArchspecError: a prompt leaves no room for an answer, or ``out_path`` holds answers of another target,
             temperature or prompt, or a broken line before its last.
     """
-    _check_options(max_new_tokens, temperature, batch_size)
-    done = _already_answered(out_path, target, temperature)
-    for one in conversations:
-        if one.id in done and (done[one.id].prompt(), done[one.id].tools) != (one.prompt(), one.tools):
-            raise ArchspecError(f"{out_path}: conversation {one.id} answers another prompt; write to a new file")
-    todo = list({one.id: one for one in conversations if one.id not in done}.values())
-    rows = [_Row(one, _prompt(target, one), _random(seed, one.id)) for one in todo]
-    rows.sort(key=lambda row: -len(row.prompt))  # longest first: the batch that may not fit in memory comes at once
+    check_options(max_new_tokens, temperature, batch_size)
+    rows = unanswered(target, conversations, temperature, seed, out_path)
     started, tokens, unfinished, skipped = time.monotonic(), 0, 0, len(conversations) - len(rows)
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         _answer(target, batch, max_new_tokens, temperature)
-        _append(out_path, [_answered(row, target, temperature) for row in batch])
+        append(out_path, [_answered(row, target, temperature) for row in batch])
         tokens += sum(len(row.tokens) for row in batch)
         unfinished += sum(not row.finished for row in batch)
         if on_progress:
@@ -85,8 +79,25 @@ def generate_responses(
     return Generated(len(rows), skipped, unfinished, tokens, time.monotonic() - started)
 
 
+def unanswered(
+    target: Target, conversations: Sequence[Conversation], temperature: float, seed: int, out_path: Path
+) -> list[Row]:
+    """What ``out_path`` does not answer yet, longest first: the batch that may not fit in memory comes at once.
+
+    Raises:
+        ArchspecError: see :func:`generate_responses`.
+    """
+    done = already_answered(out_path, target, temperature)
+    for one in conversations:
+        if one.id in done and (done[one.id].prompt(), done[one.id].tools) != (one.prompt(), one.tools):
+            raise ArchspecError(f"{out_path}: conversation {one.id} answers another prompt; write to a new file")
+    todo = list({one.id: one for one in conversations if one.id not in done}.values())
+    rows = [Row(one, _prompt(target, one), _random(seed, one.id)) for one in todo]
+    return sorted(rows, key=lambda row: -len(row.prompt))
+
+
 @torch.no_grad()
-def _answer(target: Target, rows: Sequence[_Row], max_new_tokens: int, temperature: float) -> None:
+def _answer(target: Target, rows: Sequence[Row], max_new_tokens: int, temperature: float) -> None:
     """Fill ``tokens`` and ``finished`` of ``rows``; a row that is finished leaves the batch."""
     from runners.features.cache import roomy_cache  # imports transformers, which takes seconds
 
@@ -116,7 +127,7 @@ def _answer(target: Target, rows: Sequence[_Row], max_new_tokens: int, temperatu
         mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(active), 1)], dim=1)
 
 
-def _choose(logits_BV: Tensor, rows: Sequence[_Row], temperature: float) -> list[int]:
+def _choose(logits_BV: Tensor, rows: Sequence[Row], temperature: float) -> list[int]:
     if temperature == 0:
         return [int(token) for token in logits_BV.argmax(-1)]
     # Gumbel trick: the largest of log p + Gumbel noise is a sample from p, with one draw of noise per row.
@@ -147,7 +158,7 @@ def _random(seed: int, identity: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _answered(row: _Row, target: Target, temperature: float) -> Conversation:
+def _answered(row: Row, target: Target, temperature: float) -> Conversation:
     text = target.tokenizer.decode(row.tokens, skip_special_tokens=True)
     return Conversation(
         id=row.conversation.id,
@@ -160,7 +171,8 @@ def _answered(row: _Row, target: Target, temperature: float) -> Conversation:
     )
 
 
-def _append(path: Path, rows: Sequence[Conversation]) -> None:
+def append(path: Path, rows: Sequence[Conversation]) -> None:
+    """Add answers to a file, and have them on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row.row(), ensure_ascii=False) + "\n" for row in rows)
@@ -168,8 +180,12 @@ def _append(path: Path, rows: Sequence[Conversation]) -> None:
         os.fsync(file.fileno())
 
 
-def _already_answered(path: Path, target: Target, temperature: float) -> dict[str, Conversation]:
-    """Ids in ``path``; a last line without its newline, left by a kill while it was written, is cut off first."""
+def already_answered(path: Path, target: Target, temperature: float) -> dict[str, Conversation]:
+    """Rows in ``path`` by id; a last line without its newline, left by a kill while it was written, is cut off first.
+
+    Raises:
+        ArchspecError: a row is broken, or holds an answer of another target or temperature.
+    """
     if not path.exists():
         return {}
     whole = path.read_bytes()
@@ -198,7 +214,12 @@ def _check_rows(path: Path, target: Target, temperature: float) -> Iterator[Conv
         yield row
 
 
-def _check_options(max_new_tokens: int, temperature: float, batch_size: int) -> None:
+def check_options(max_new_tokens: int, temperature: float, batch_size: int) -> None:
+    """Refuse what makes no sense.
+
+    Raises:
+        ArchspecError: with all three values.
+    """
     if max_new_tokens < 1 or batch_size < 1 or temperature < 0:
         raise ArchspecError(
             "max_new_tokens and batch_size must be at least 1 and temperature at least 0, but got "

@@ -34,7 +34,8 @@ class ShardWriter:
     """Collects documents and writes a shard into ``out`` whenever ``shard_tokens`` tokens are there.
 
     States come by layer id and are stored as ``dtype``; those of ``last_layer`` are named ``last``, and no layer is
-    stored twice. Where last states were already normed they are no layer's, and come apart.
+    stored twice. Where last states were already normed they are no layer's, and come apart. Shards are counted from
+    ``first``.
     """
 
     out: Path
@@ -44,6 +45,7 @@ class ShardWriter:
     shard_tokens: int
     documents: list[DocumentEntry] = field(default_factory=list)
     shards: list[FileEntry] = field(default_factory=list)
+    first: int = 0
     _parts: dict[str, list[Tensor]] = field(default_factory=dict)
     _filled: int = 0
 
@@ -56,7 +58,7 @@ class ShardWriter:
         self, conversation: Named, text: Tokenized, states: dict[int, Tensor], normed_last: Tensor | None = None
     ) -> None:
         """Take one document; ``states`` are [T, H] by layer id, ``normed_last`` [T, H] comes with every one or none."""
-        self.documents.append(_entry(conversation, text, len(self.shards), self._filled))
+        self.documents.append(_entry(conversation, text, self._number, self._filled))
         self._keep("tokens", text.tokens)
         self._keep("response_mask", text.response_mask)
         for layer in self.layers:
@@ -72,13 +74,17 @@ class ShardWriter:
         """Write what was collected as the next shard."""
         if not self._filled:
             return
-        starts = [entry.start for entry in self.documents if entry.shard == len(self.shards)]
+        starts = [entry.start for entry in self.documents if entry.shard == self._number]
         tensors = {name: torch.cat(parts) for name, parts in self._parts.items()}
         tensors["offsets"] = torch.tensor([*starts, self._filled])
-        path = self.out / f"shard-{len(self.shards):05d}.safetensors"
+        path = self.out / f"shard-{self._number:05d}.safetensors"
         save_or_tell(path, tensors)
         self.shards.append(file_entry(path))
         self._parts, self._filled = {}, 0
+
+    @property
+    def _number(self) -> int:
+        return self.first + len(self.shards)
 
     def _keep(self, name: str, part: Tensor) -> None:
         self._parts.setdefault(name, []).append(part)

@@ -9,11 +9,13 @@ from archspec.errors import ArchspecError, nearest
 from archspec.facts import TargetFacts
 from archspec.resolve import aux_layer_id
 from archspec.spec import AUX_NAMES
+from runners.features.answers import answer_prompts
 from runners.features.capture import capture
 from runners.features.conversations import read_conversations
-from runners.features.generate import Generated, generate_responses
+from runners.features.generate import Generated
 from runners.features.store import FeatureStore
 from runners.features.target import Target
+from runners.features.work import Workers
 from runners.progress import Meter
 
 
@@ -43,8 +45,9 @@ def capture_files(
     max_length: int,
     batch_tokens: int,
     console: Console,
+    workers: Workers | None = None,
 ) -> FeatureStore:
-    """Capture the conversations of JSONL files into the store ``out``, or reuse it.
+    """Capture the conversations of JSONL files into the store ``out``, or reuse it; ``workers`` None is this process.
 
     Raises:
         ArchspecError: as ``capture`` and ``read_conversations``.
@@ -62,6 +65,7 @@ def capture_files(
             on_progress=meter,
             report=lambda line: console.print(line, soft_wrap=True),
             sources=[str(path) for path in paths],
+            workers=workers,
         )
     manifest, layer_ids = store.manifest, ", ".join(map(str, store.manifest.layer_ids))
     console.print(
@@ -81,21 +85,24 @@ def generate_file(
     batch_size: int,
     seed: int,
     console: Console,
+    workers: Workers | None = None,
 ) -> Generated:
     """Let ``target`` answer the prompts of JSONL files; answers that ``responses`` already holds are kept.
 
+    ``workers`` None is this process.
+
     Raises:
-        ArchspecError: as ``generate_responses`` and ``read_conversations``.
+        ArchspecError: as ``answer_prompts`` and ``read_conversations``.
     """
     conversations = read_conversations(prompts)
     with Meter(console, "answered prompts") as meter:
 
         def on_progress(done: int, total: int, tokens: int) -> None:
-            meter.note = f"{tokens:,} new tokens"
+            meter.note = f"{tokens:,} new tokens" if tokens else ""
             meter(done, total)
 
-        made = generate_responses(
-            target, conversations, max_new_tokens, temperature, batch_size, seed, responses, on_progress
+        made = answer_prompts(
+            target, conversations, max_new_tokens, temperature, batch_size, seed, responses, on_progress, workers
         )
     console.print(
         f"{responses}: {made.answered} prompts answered, {made.skipped} were before; {made.tokens:,} new tokens in "

@@ -1,6 +1,7 @@
 """The search: draw, submit, report, stop the weak, repeat the finalists with more seeds, write what was found."""
 
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -37,10 +38,10 @@ class Search:
         self.study = Study(folder, file, store.facts)
         self.started = time.monotonic()
         self.in_flight: dict[tuple[int, int], RungTask] = {}
+        self.waiting: deque[RungTask] = deque()
         self.progress: dict[tuple[int, int], Progress] = {}
         self.exhausted = False
         self._watcher = watcher
-        self._waiting: list[Record] = []
         self._attempts: dict[tuple[int, int, int], int] = {}
         self._failures_in_a_row = 0
 
@@ -51,8 +52,9 @@ class Search:
             ArchspecError: too many trials failed one after another, or no trial came to an end with a result.
         """
         try:
-            self._waiting = self.study.adopt()
-            while self._fill() or self.in_flight:
+            for record in self.study.adopt():
+                self._go_on(record)
+            while self._fill():
                 self._pump()
             self._repeat_finalists()
         finally:
@@ -81,21 +83,43 @@ class Search:
         return sum(self.file.objective.value(m.acceptance) for m in final) / len(final)
 
     def _fill(self) -> bool:
-        """Begin trials up to the executor's capacity; whether any is in flight or could be begun."""
-        while self._waiting and len(self.in_flight) < self.executor.capacity:
-            self._go_on(self._waiting.pop(0))
-        while len(self.in_flight) < self.executor.capacity and self._may_begin():
+        """Begin what waits and then new trials, as long as there is room; whether any is in flight or waits.
+
+        What waits goes first, so that a large trial is not kept from its room by smaller ones.
+        """
+        self._begin_waiting()
+        while not self.waiting and not self.executor.full and self._may_begin():
             record = self.study.draw()
             if record is None:
                 self.exhausted = True
                 break
-            self._submit(self._task(record, 0))
-        return bool(self.in_flight)
+            self.waiting.append(self._task(record, 0))
+            self._begin_waiting()
+        return bool(self.in_flight or self.waiting)
+
+    def _begin_waiting(self) -> None:
+        """Submit what waits, in order, up to the first that does not fit now; what never fits ends as its failure."""
+        while self.waiting:
+            refusal = self.executor.refusal(self.waiting[0])
+            if refusal is not None:
+                self._end(Finished(self.waiting.popleft(), refusal))
+            elif self.executor.fits(self.waiting[0]):
+                task = self.waiting.popleft()
+                self.in_flight[task.number, task.seed] = task
+                self.executor.submit(task)
+            else:
+                return
 
     def _go_on(self, record: Record) -> None:
         """Take up a trial of an earlier process, whose last measurement may be on disk but not in the study."""
         if not record.measurements or self.study.report(record, record.measurements[-1]):
-            self._submit(self._task(record, len(record.measurements)))
+            self.waiting.append(self._task(record, len(record.measurements)))
+
+    def goes_on(self, task: RungTask) -> bool:
+        """Whether the trial of ``task`` is in flight or waits to be."""
+        return (task.number, task.seed) in self.in_flight or any(
+            (other.number, other.seed) == (task.number, task.seed) for other in self.waiting
+        )
 
     def _may_begin(self) -> bool:
         hours = self.file.budget.hours
@@ -104,20 +128,25 @@ class Search:
 
     def _pump(self) -> None:
         for event in self.executor.wait(POLL_SECONDS):
-            key = (event.task.number, event.task.seed)
+            if isinstance(event, Finished):
+                del self.in_flight[event.task.number, event.task.seed]
+                self._end(event)
+                continue
             if isinstance(event, Progress):
-                self.progress[key] = event
-            elif isinstance(event, Finished):
-                del self.in_flight[key]
-                self.progress.pop(key, None)
-                self._finished(event.task, event.result)
+                self.progress[event.task.number, event.task.seed] = event
             self._watcher.changed(self, event)
+
+    def _end(self, event: Finished) -> None:
+        """Take a task's end; what follows from it waits before all else, since its room has just become free."""
+        self.progress.pop((event.task.number, event.task.seed), None)
+        self._finished(event.task, event.result)
+        self._watcher.changed(self, event)
 
     def _finished(self, task: RungTask, result: Measurement | Failure) -> None:
         record = self.study.records[task.number]
         if isinstance(result, Failure):
             if result.retry and self._may_retry(task):
-                self._submit(task)
+                self.waiting.appendleft(task)
                 return
             if task.seed == self.file.seed:
                 self.study.fail(record, result)
@@ -125,11 +154,12 @@ class Search:
                 self.study.fail_repeat(record, task, result)
             self._count_failure(result)
         elif task.seed != self.file.seed:
+            record.failed_repeats.pop(task.seed, None)  # of an earlier process
             record.repeats.append(result)
         else:
             self._failures_in_a_row = 0
             if self.study.report(record, result):
-                self._submit(task.at(task.rung + 1))
+                self.waiting.appendleft(task.at(task.rung + 1))
 
     def _may_retry(self, task: RungTask) -> bool:
         key = (task.number, task.seed, task.rung)
@@ -147,15 +177,14 @@ class Search:
 
     def _repeat_finalists(self) -> None:
         """Train the best again with other seeds, at the full budget, so that seed noise is known."""
-        waiting = [
+        self.waiting.extend(
             self._repeat_task(record, offset)
             for record in self._finalists()
             for offset in range(1, self.file.budget.seeds)
             if not read_metrics(self.folder.trial(record.number, offset))
-        ]
-        while waiting or self.in_flight:
-            while waiting and len(self.in_flight) < self.executor.capacity:
-                self._submit(waiting.pop(0))
+        )
+        while self.in_flight or self.waiting:
+            self._begin_waiting()
             self._pump()
 
     def _finalists(self) -> list[Record]:
@@ -188,7 +217,3 @@ class Search:
         total = self.file.budget.rungs[-1]
         directory = self.folder.trial(record.number, offset)
         return replace(self._task(record, 0), directory=directory, rungs=(total,), seed=self.file.seed + offset)
-
-    def _submit(self, task: RungTask) -> None:
-        self.in_flight[task.number, task.seed] = task
-        self.executor.submit(task)

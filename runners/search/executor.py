@@ -21,9 +21,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Started:
-    """A task's process is up."""
+    """A task's process is up; ``where`` names its node and device, None on this machine."""
 
     task: RungTask
+    where: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,26 @@ Event = Started | Progress | Finished
 
 
 class Executor(Protocol):
-    """Runs rung tasks. The search never submits more than ``capacity`` at a time."""
+    """Runs rung tasks. The search submits only what ``fits``, so that no submitted task waits for another.
+
+    Tasks may need different amounts: one may fit where another does not.
+    """
 
     @property
-    def capacity(self) -> int:
-        """How many tasks can really run at once."""
+    def full(self) -> bool:
+        """Whether no room is left now, so that drawing another candidate can wait."""
+        ...
+
+    def fits(self, task: RungTask) -> bool:
+        """Whether ``task`` could begin now."""
+        ...
+
+    def refusal(self, task: RungTask) -> Failure | None:
+        """Why ``task`` can never begin, however long one waits; None if it can."""
         ...
 
     def submit(self, task: RungTask) -> None:
-        """Begin a task; exactly one ``Finished`` event will follow."""
+        """Begin a task that ``fits``; one ``Started`` and one ``Finished`` event will follow."""
         ...
 
     def wait(self, timeout: float) -> Sequence[Event]:

@@ -1,22 +1,18 @@
 """The local runner: a process for every task, so that a crash, a kill or a leak ends one trial and nothing else."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
-import torch
-
-from archspec.errors import ArchspecError
 from runners.search.executor import Event, Failure, Finished, Progress, Started
-from runners.training.trainer import DivergedError, StepReport
-from runners.training.trial import LOG_FILE, Measurement, RungTask, run_rung
+from runners.search.outcome import now_and_then, run_in_log
+from runners.training.trainer import StepReport
+from runners.training.trial import Measurement, RungTask
 
 PROGRESS_SECONDS = 0.5
 
@@ -44,9 +40,17 @@ class LocalExecutor:
         self._started: list[Event] = []
 
     @property
-    def capacity(self) -> int:
+    def full(self) -> bool:
         """See ``Executor``."""
-        return self._concurrent
+        return len(self._running) >= self._concurrent
+
+    def fits(self, _task: RungTask) -> bool:
+        """See ``Executor``; tasks are counted, not measured."""
+        return not self.full
+
+    def refusal(self, _task: RungTask) -> Failure | None:
+        """See ``Executor``; whether a task is too large for this machine shows when it runs."""
+        return None
 
     def submit(self, task: RungTask) -> None:
         """See ``Executor``."""
@@ -118,40 +122,6 @@ def _death(exitcode: int | None) -> Failure:
 
 
 def _run_in_child(task: RungTask, events: Connection, threads: int) -> None:
-    """Run one task with its output in the trial's log; send progress, then the result."""
+    """Run one task; send progress, then the result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's to handle; it ends its children itself
-    torch.set_num_threads(threads)
-    last_sent = 0.0
-
-    def send_progress(report: StepReport) -> None:
-        nonlocal last_sent
-        if time.monotonic() - last_sent > PROGRESS_SECONDS:
-            last_sent = time.monotonic()
-            events.send(report)
-
-    with (
-        (task.directory / LOG_FILE).open("a", encoding="utf-8", buffering=1) as log,  # line by line: a kill loses none
-        contextlib.redirect_stdout(log),
-        contextlib.redirect_stderr(log),
-    ):
-        print(f"rung {task.rung} of {len(task.rungs)}, seed {task.seed}, process {os.getpid()}, {threads} threads")
-        result = outcome_of(task, send_progress)
-        print(f"ended with {result}")
-    events.send(result)
-
-
-def outcome_of(task: RungTask, on_step: Callable[[StepReport], None]) -> Measurement | Failure:
-    """Run a task and sort what can go wrong into kinds; the traceback goes to standard error."""
-    try:
-        return run_rung(task, on_step)
-    except DivergedError as error:
-        return Failure("diverged", str(error))
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        traceback.print_exc()
-        return Failure("out_of_memory", str(error) or "out of memory")
-    except ArchspecError as error:
-        return Failure("error", str(error))
-    except Exception as error:
-        traceback.print_exc()
-        no_memory = "can't allocate memory" in str(error)  # torch's CPU allocator raises a plain RuntimeError
-        return Failure("out_of_memory" if no_memory else "error", f"{type(error).__name__}: {error}")
+    events.send(run_in_log(task, threads, now_and_then(events.send, PROGRESS_SECONDS)))

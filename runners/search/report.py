@@ -20,7 +20,7 @@ import torch
 from archspec.cost import draft_params, flops_per_token, trainable_params
 from archspec.files import replacing, write_json, write_text
 from archspec.formats import configs, unheld
-from archspec.servable import servable_by, verdicts
+from archspec.servable import verdicts
 from runners.search.driver import Search
 from runners.search.result import BestConfig, Metrics, Standing, Verdict
 from runners.search.run_folder import RunFolder
@@ -195,10 +195,7 @@ def _row(search: Search, record: Record, rank: int | None) -> dict[str, Any]:
         "seed_std": _rounded(statistics.stdev(seed_lengths(record)) if record.repeats else None),
         "acceptance_rate": _rounded(acceptance.get("rate")),
         **{f"alpha_{step}": _rounded(conditional[step]) for step in range(k)},
-        "params": draft_params(record.spec),
-        "trainable_params": trainable_params(record.spec),
-        "flops_per_token": flops_per_token(record.spec),
-        "servable_by": " ".join(servable_by(record.spec)),
+        **record.columns,
         "loss": _rounded(last.loss if last else None),
         "tokens_per_second": last.tokens_per_second if last else "",
         "train_seconds": round(sum(m.seconds for m in record.measurements), 1),
@@ -209,7 +206,7 @@ def _row(search: Search, record: Record, rank: int | None) -> dict[str, Any]:
         "learning_rate": record.candidate.train.get("learning_rate", search.file.train.learning_rate),
         "failure_kind": record.failure.kind if record.failure else "",
         "failure": record.failure.reason if record.failure else "",
-        "hash": record.candidate.hash,
+        "hash": record.hash,
     }
 
 

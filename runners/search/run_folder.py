@@ -88,6 +88,8 @@ class RunFolder:
         before = SearchFile.load(folder.search_file)
         if file is None:
             return folder, before
+        if file.train.dtype == "auto":  # the run has settled what it means
+            file = file.model_copy(update={"train": file.train.model_copy(update={"dtype": before.train.dtype})})
         old, new = before.must_not_change(), file.must_not_change()
         changed = [key for key in old if old[key] != new[key]]
         if changed:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from archspec.errors import ArchspecError
 from archspec.presets import load_spec
 from archspec.schema import Closed, ClosedFile, field_error
+from runners.search.runner_settings import RunnerSettings
 from runners.training.settings import EvalSettings, Fraction, TrainSettings
 from search_spaces import Constraints, SpaceReference
 
@@ -39,12 +40,17 @@ class DataSettings(Closed):
 
 
 class FeatureSettings(Closed):
-    """The feature store: made if missing, reused if it fits. ``dtype`` is that of the stored states."""
+    """The feature store: made if missing, reused if it fits. ``dtype`` is that of the stored states.
+
+    ``workers`` is how many capture it together on the cluster of a Ray runner; one is this process, which captures
+    alone where trials run locally.
+    """
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
     batch_tokens: PositiveInt = 4096
     shard_tokens: PositiveInt = 65536
+    workers: PositiveInt = 1
 
 
 class Objective(EvalSettings):
@@ -90,13 +96,6 @@ class SamplerSettings(Closed):
     startup_trials: PositiveInt = 8
 
 
-class RunnerSettings(Closed):
-    """Where trials run. ``concurrent`` processes share the machine's cores."""
-
-    kind: Literal["local"] = "local"
-    concurrent: PositiveInt = 1
-
-
 def _path_or_settings(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
@@ -135,8 +134,15 @@ class SearchFile(ClosedFile):
             raise field_error("budget.trials", f"{rule}; use at least {len(self.baselines)}")
         return self
 
+    @model_validator(mode="after")
+    def _device_is_the_runners_to_give(self) -> Self:
+        if self.runner.kind == "ray" and self.train.device not in ("auto", "cpu", "cuda"):
+            rule = "the Ray runner gives every trial its own GPU, which it sees as the only one; use auto, cuda or cpu"
+            raise field_error("train.device", rule)
+        return self
+
     def must_not_change(self) -> dict[str, Any]:
         """What a resume must find as it was: all but how long the search goes on and where it runs."""
-        places = {"target": {"device"}, "train": {"device", "threads"}, "features": {"path"}}
+        places = {"target": {"device"}, "train": {"device", "threads"}, "features": {"path", "workers"}}
         data = self.model_dump(mode="json", exclude={"runner": True, "budget": True, **places})
         return data | {"budget.rungs": list(self.budget.rungs), "budget.reduction": self.budget.reduction}

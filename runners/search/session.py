@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
@@ -18,17 +19,23 @@ from runners.features.conversations import read_conversations
 from runners.features.manifest import read_manifest
 from runners.features.store import FeatureStore
 from runners.features.target import load_target, target_facts
+from runners.features.work import Workers
 from runners.search.checks import check_alone, check_fit
 from runners.search.driver import Search, Watcher
 from runners.search.executor import Executor
 from runners.search.local import LocalExecutor
 from runners.search.report import write_leaderboard, write_provenance, write_results
+from runners.search.resources import by_training_memory
 from runners.search.result import BestConfig
 from runners.search.run_folder import RunFolder
-from runners.search.search_file import SearchFile
+from runners.search.search_file import SearchFile, TargetSettings
+from runners.search.worker import Shared
 from runners.training.device import compute_dtype, pick_device
 from runners.training.settings import TrainSettings
 from search_spaces import apply_overrides
+
+if TYPE_CHECKING:
+    from runners.search.ray_runner import RayExecutor
 
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -69,7 +76,8 @@ def prepare(
         folder = RunFolder(out)
     facts = target_facts(file.target.model, file.target.trust_remote_code)
     check(file, facts)
-    file = file.model_copy(update={"train": _settled(file.train)})
+    if file.runner.kind == "local":
+        file = file.model_copy(update={"train": _settled(file.train)})
     store = open_features(file, facts, folder, report, on_progress)
     _verify(store, report)
     store.split(file.data.holdout)
@@ -97,8 +105,12 @@ def check(file: SearchFile, facts: TargetFacts) -> None:
     Raises:
         ArchspecError: a setting or path is wrong, a device is not there, a baseline does not fit, or no draft does.
     """
-    pick_device(file.target.device)
-    pick_device(file.train.device)
+    if file.runner.kind == "local" or file.features.workers == 1:
+        pick_device(file.target.device)
+    if file.runner.kind == "ray":
+        _ray_executor()
+    else:
+        pick_device(file.train.device)
     check_alone(file)
     check_fit(file, facts)
 
@@ -136,7 +148,8 @@ def open_features(
     manifest = read_manifest(settings.path)
     adopted = manifest is not None and manifest.dump is not None
     conversations = [] if adopted else read_conversations(file.data.conversations)
-    device = pick_device(file.target.device)
+    on_cluster = file.runner.kind == "ray" and settings.workers > 1
+    device = "cpu" if on_cluster else pick_device(file.target.device)
     target = load_target(file.target.model, file.target.dtype, device, file.target.trust_remote_code)
     if adopted:
         store = FeatureStore.open(settings.path)
@@ -154,19 +167,38 @@ def open_features(
         on_progress=on_progress,
         report=report,
         sources=[str(path) for path in file.data.conversations],
+        workers=cluster_workers(file.runner.address, file.target, settings.workers, report) if on_cluster else None,
     )
 
 
-def execute(prepared: Prepared, watcher: Watcher, executor: Executor | None = None) -> tuple[BestConfig, Search]:
+def cluster_workers(address: str | None, target: TargetSettings, count: int, report: Report) -> Workers:
+    """Up to ``count`` workers on the Ray cluster at ``address``, which each load the target for themselves.
+
+    Raises:
+        ArchspecError: Ray is not installed.
+    """
+    _ray_executor()
+    from runners.search.ray_capture import RayWorkers
+
+    return RayWorkers(address, target, count, report)
+
+
+def execute(
+    prepared: Prepared, watcher: Watcher, executor: Executor | None = None, report: Report = lambda _: None
+) -> tuple[BestConfig, Search]:
     """Search until the budget is spent, then write the results; ``executor`` defaults to the file's own runner.
+
+    ``report`` gets lines for the user, such as where Ray's dashboard is.
 
     Raises:
         ArchspecError: another process searches in this folder, too many trials failed, or none came to an end.
     """
     file, folder = prepared.file, prepared.folder
     with exclusive(folder.path, "another process is searching in this folder; watch it with archspec status"):
+        if executor is None:
+            executor, file = make_executor(prepared, report)
         write_text(folder.search_file, file.dump())
-        search = Search(folder, file, prepared.store, executor or make_executor(file), watcher)
+        search = Search(folder, file, prepared.store, executor, watcher)
         if not folder.provenance.exists():
             write_provenance(folder, search)
         try:
@@ -176,7 +208,33 @@ def execute(prepared: Prepared, watcher: Watcher, executor: Executor | None = No
         return write_results(search, ranked), search
 
 
-def make_executor(file: SearchFile) -> Executor:
-    """The runner that the file asks for."""
-    minutes = file.budget.rung_minutes
-    return LocalExecutor(file.runner.concurrent, None if minutes is None else minutes * 60)
+def make_executor(prepared: Prepared, report: Report = lambda _: None) -> tuple[Executor, SearchFile]:
+    """The runner that the file asks for, and the file with ``train.dtype: auto`` settled for where trials run.
+
+    Raises:
+        ArchspecError: Ray is asked for and not there, or the cluster cannot run this search.
+    """
+    file, store = prepared.file, prepared.store
+    seconds = None if file.budget.rung_minutes is None else file.budget.rung_minutes * 60
+    if file.runner.kind == "local":
+        return LocalExecutor(file.runner.concurrent or 1, seconds), file
+    longest = max(document.length for document in store.documents)
+    shared = Shared.of(store.path, store.fingerprint, prepared.folder.path)
+    executor = _ray_executor()(file.runner, by_training_memory(longest), seconds, shared, file.train.device)
+    if executor.dashboard is not None:
+        report(f"Ray's dashboard: {executor.dashboard}")
+    train = file.train
+    if train.dtype == "auto":  # bfloat16 only where all nodes multiply in it natively
+        train = train.model_copy(update={"dtype": "bfloat16" if executor.dtypes == {"bfloat16"} else "float32"})
+    return executor, file.model_copy(update={"train": train})
+
+
+def _ray_executor() -> "type[RayExecutor]":
+    try:
+        from runners.search.ray_runner import RayExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        rule = "pip install 'draft-archspec[ray]'"
+        raise ArchspecError(f"runner.kind: ray needs Ray, which is not installed here: {rule}") from None
+    return RayExecutor

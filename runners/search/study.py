@@ -3,19 +3,23 @@
 import json
 import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
+from archspec.cost import draft_params, flops_per_token, trainable_params
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
 from archspec.files import write_json, write_text
 from archspec.presets import load_spec
 from archspec.resolve import ResolvedSpec, resolve
+from archspec.servable import servable_by
 from archspec.spec import DraftSpec
 from archspec.weights import SPEC_FILE
 from runners.search.executor import Failure
@@ -64,6 +68,21 @@ class Record:
         """The resolved architecture."""
         return self.candidate.spec
 
+    @cached_property
+    def hash(self) -> str:
+        """The candidate's hash; computed once, since every draw compares it with its own."""
+        return self.candidate.hash
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """What a leaderboard says of the architecture itself; computed once, since leaderboards are written often."""
+        return {
+            "params": draft_params(self.spec),
+            "trainable_params": trainable_params(self.spec),
+            "flops_per_token": flops_per_token(self.spec),
+            "servable_by": " ".join(servable_by(self.spec)),
+        }
+
 
 class Study:
     """Asks Optuna for candidates and tells it how they did. Every method leaves the journal whole.
@@ -85,9 +104,7 @@ class Study:
                 storage=storage,
                 direction="maximize",
                 load_if_exists=True,
-                pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=file.budget.reduction),
             )
-            self._sampler = self._make_sampler(len(self._study.trials))
         if not self._study.trials and any(folder.path.glob("trials/*")):
             rule = "its trials are there but the study's journal is empty or lost; begin a new run with --out"
             raise ArchspecError(f"{folder.study}: {rule}")
@@ -100,7 +117,7 @@ class Study:
         """Records that were in flight when the search stopped; trials that never got a candidate are closed."""
         for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
             if frozen.number not in self.records:
-                self._study.tell(frozen.number, state=TrialState.FAIL)
+                self._close_draw(frozen)
         return [record for record in self.records.values() if record.state == "running"]
 
     def draw(self) -> Record | None:
@@ -113,16 +130,13 @@ class Study:
             if record is not None:
                 return record
         for repeats in range(MAX_REPEATS):
-            self._study.sampler = (
-                self._sampler
-                if repeats % (REPEATS_BEFORE_RANDOM + 1) < REPEATS_BEFORE_RANDOM
-                else self._random(repeats)
-            )
+            self._study.sampler = self._make_sampler(at_random=(repeats + 1) % (REPEATS_BEFORE_RANDOM + 1) == 0)
             trial = self._study.ask()
             candidate = self._feasible(trial)
             if candidate is None:
                 continue
-            twin = next((r for r in self.records.values() if r.candidate.hash == candidate.hash), None)
+            drawn = candidate.hash
+            twin = next((r for r in self.records.values() if r.hash == drawn), None)
             if twin is None:
                 return self._begin(trial, candidate, None)
             self._tell_twin(trial, twin)
@@ -136,13 +150,12 @@ class Study:
         record.measurements = [*record.measurements[: measurement.rung], measurement]
         trial, step = self._trial(record), self._step(measurement.rung)
         value = self._file.objective.value(measurement.acceptance)
-        if step not in self._study.trials[record.number].intermediate_values:
+        if step not in self._frozen(record).intermediate_values:
             trial.report(value, step=step)
         if measurement.rung == len(self._file.budget.rungs) - 1:
             self._close(record, "complete", value)
             return False
-        weak = trial.should_prune()  # asked for baselines too, so that candidates are compared with them
-        if weak and record.baseline is None:
+        if record.baseline is None and self._is_weak(value, step):
             self._close(record, "pruned", value)
             return False
         return True
@@ -163,7 +176,8 @@ class Study:
         if any(record.baseline == name for record in self.records.values()):
             return None
         candidate, parameters = self._baseline(name)
-        if parameters is not None:
+        left = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))  # this one's, by a kill just here
+        if parameters is not None and not left:
             self._study.enqueue_trial(parameters)
         trial = self._study.ask()
         if parameters is not None:
@@ -186,8 +200,8 @@ class Study:
         trial.set_user_attr("baseline", baseline)
         trial.set_user_attr("train", candidate.train)
         trial.set_user_attr("written", candidate.written.model_dump(mode="json"))
-        trial.set_user_attr("spec", candidate.spec.model_dump(mode="json"))
         write_text(self._folder.trial(trial.number) / SPEC_FILE, candidate.written.dump())
+        trial.set_user_attr("spec", candidate.spec.model_dump(mode="json"))  # last: it says that all is there
         self.records[trial.number] = record
         return record
 
@@ -210,11 +224,22 @@ class Study:
         self._study.tell(trial, state=TrialState.PRUNED)
         return None
 
+    def _close_draw(self, frozen: optuna.trial.FrozenTrial) -> None:
+        """Tell what an earlier process was about to tell of a draw that brought no record."""
+        attributes = frozen.user_attrs
+        if "repeat_of" in attributes:
+            self._tell_twin(optuna.Trial(self._study, frozen._trial_id), self.records[attributes["repeat_of"]])
+        else:
+            state = TrialState.PRUNED if "infeasible" in attributes else TrialState.FAIL
+            self._study.tell(frozen.number, state=state)
+
     def _tell_twin(self, trial: optuna.Trial, twin: Record) -> None:
         trial.set_user_attr("repeat_of", twin.number)
         values = [self._file.objective.value(m.acceptance) for m in twin.measurements]
+        told = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
         for rung, value in enumerate(values):
-            trial.report(value, step=self._step(rung))
+            if self._step(rung) not in told:
+                trial.report(value, step=self._step(rung))
         if twin.state == "complete":
             self._study.tell(trial, values[-1])
         else:
@@ -255,19 +280,38 @@ class Study:
 
     def _trial(self, record: Record) -> optuna.Trial:
         """Optuna's handle on a trial of this or an earlier process."""
-        frozen = self._study.trials[record.number]
-        return optuna.Trial(self._study, frozen._trial_id)
+        return optuna.Trial(self._study, self._frozen(record)._trial_id)
+
+    def _frozen(self, record: Record) -> optuna.trial.FrozenTrial:
+        """What the study knows of a trial, to be read only; ``Study.trials`` would copy all of them."""
+        return self._study.get_trials(deepcopy=False)[record.number]
 
     def _step(self, rung: int) -> int:
         """Successive halving compares at powers of its reduction factor; rung r is the r-th power."""
         return int(self._file.budget.reduction**rung)
 
-    def _make_sampler(self, trials_so_far: int) -> optuna.samplers.BaseSampler:
-        seed = self._file.seed + trials_so_far
-        if self._file.sampler.kind == "random":
+    def _is_weak(self, value: float, step: int) -> bool:
+        """Whether ``value`` is outside the best 1 / ``reduction`` of those reported at ``step`` so far, itself included.
+
+        As optuna's ``SuccessiveHalvingPruner`` with ``min_resource`` 1 has it, but from reported values alone: that one
+        notes on the trial that it was asked, and would let a trial pass whose search was killed before it was told.
+        """
+        trials = self._study.get_trials(deepcopy=False)
+        reported = (t.intermediate_values.get(step) for t in trials if "repeat_of" not in t.user_attrs)
+        values = sorted((other for other in reported if other is not None), reverse=True)
+        return value < values[max(1, len(values) // self._file.budget.reduction) - 1]
+
+    def _make_sampler(self, at_random: bool = False) -> optuna.samplers.BaseSampler:
+        """A sampler for the next draw, seeded by the draws so far: a search that was resumed draws the same as another.
+
+        Trials that a kill left without a candidate do not count.
+        """
+        trials = self._study.get_trials(deepcopy=False)
+        draws = sum(not {"spec", "infeasible", "repeat_of"}.isdisjoint(trial.user_attrs) for trial in trials)
+        seed = int(np.random.SeedSequence([self._file.seed, draws]).generate_state(1)[0])
+        if at_random or self._file.sampler.kind == "random":
             return optuna.samplers.RandomSampler(seed=seed)
         startup = self._file.sampler.startup_trials
-        return optuna.samplers.TPESampler(multivariate=True, group=True, seed=seed, n_startup_trials=startup)
-
-    def _random(self, repeats: int) -> optuna.samplers.BaseSampler:
-        return optuna.samplers.RandomSampler(seed=self._file.seed + 7919 * (len(self._study.trials) + repeats))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of group
+            return optuna.samplers.TPESampler(multivariate=True, group=True, seed=seed, n_startup_trials=startup)

@@ -1,5 +1,11 @@
 """Session-wide small targets and stores."""
 
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from runners.features.capture import capture
@@ -33,3 +39,24 @@ def tiny_store(target: Target, own_text: list[Conversation], tmp_path_factory: p
     """All layers of the own text in float32, over several shards."""
     out = tmp_path_factory.mktemp("features") / "store"
     return capture(target, own_text, [0, 1, 2, 3], out, "float32", 256, 400, 300)
+
+
+@pytest.fixture
+def other_store(tiny_store: FeatureStore, tmp_path: Path) -> Path:
+    """A store that can be opened and is another one."""
+    copy = tmp_path / "other"
+    shutil.copytree(tiny_store.path, copy)
+    manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
+    manifest["key"]["conversations"] = "0" * 16
+    (copy / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return copy
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """The one Ray cluster of the session; who needs another shape starts it apart."""
+    pytest.importorskip("ray")
+    from tests.runners.ray_cluster import NODES, running_cluster
+
+    with running_cluster(*NODES) as cluster:
+        yield cluster

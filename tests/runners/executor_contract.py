@@ -120,12 +120,16 @@ class ExecutorContract:
     ) -> None:
         executor = self.make(concurrent=2)
         try:
-            assert executor.capacity == 2
             slow = rung_task(tiny_store, tmp_path / "0", number=0, rungs=LONG)
+            assert executor.refusal(slow) is None
             executor.submit(slow)
             for number, features in enumerate((tiny_store.path, Raises("x"), tiny_store.path), 1):
                 task = rung_task(tiny_store, tmp_path / str(number), number=number, features=features, rungs=(1,))
+                assert not executor.full
+                assert executor.fits(task)
                 executor.submit(task)
+                assert executor.full
+                assert not executor.fits(task)
                 (end,) = [event for event in events_until_finished(executor) if isinstance(event, Finished)]
                 assert end.task == task
                 assert isinstance(end.result, Failure) == isinstance(features, Raises)
@@ -150,10 +154,12 @@ class ExecutorContract:
     ) -> None:
         start = time.monotonic()
         assert list(executor.wait(0.2)) == []
+        assert time.monotonic() - start < 2
         executor.submit(rung_task(tiny_store, tmp_path / "0", features=Hangs("x")))
-        assert [type(event) for event in executor.wait(0.2)] == [Started]
+        assert [type(event) for event in executor.wait(30)] == [Started]
+        start = time.monotonic()
         assert list(executor.wait(0.2)) == []
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 2
 
     def test_shutdown_stops_what_runs_and_leaves_its_checkpoint_folder(
         self, tiny_store: FeatureStore, tmp_path: Path
@@ -164,9 +170,20 @@ class ExecutorContract:
             executor.submit(task)
         pids = [process_of(tmp_path / str(number)) for number in range(2)]
         executor.shutdown()
-        assert not any(psutil.pid_exists(pid) for pid in pids)
+        limit = time.monotonic() + 5  # what runs on other machines ends a moment after one has told it to
+        while any(map(alive, pids)):
+            assert time.monotonic() < limit
+            time.sleep(0.02)
         assert list(executor.wait(0)) == []
         executor.shutdown()  # a second time is nothing
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead but not yet buried by its parent does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def process_of(directory: Path) -> int:

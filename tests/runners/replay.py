@@ -33,9 +33,17 @@ class ReplayExecutor:
         self.shutdowns = 0
 
     @property
-    def capacity(self) -> int:
+    def full(self) -> bool:
         """See ``Executor``."""
-        return self._capacity
+        return len(self._queue) >= self._capacity
+
+    def fits(self, task: RungTask) -> bool:
+        """See ``Executor``."""
+        return not self.full
+
+    def refusal(self, task: RungTask) -> Failure | None:
+        """See ``Executor``."""
+        return None
 
     def submit(self, task: RungTask) -> None:
         """See ``Executor``."""

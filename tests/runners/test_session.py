@@ -91,17 +91,37 @@ def test_a_resumed_run_wants_the_store_that_it_began_with(tiny_store: FeatureSto
         open_features(file, tiny_store.facts, folder, print, None)
 
 
+def test_a_resume_with_the_file_that_began_the_run_keeps_to_its_float_type(tmp_path: Path) -> None:
+    """``train.dtype: auto`` is settled when a run begins, so that the file and the run's own differ in it."""
+    file = search_file()
+    assert file.train.dtype == "auto"
+    RunFolder.begin(tmp_path, file.model_copy(update={"train": file.train.model_copy(update={"dtype": "float32"})}))
+    larger = search_file(budget={"trials": 9, "rungs": [100, 200], "seeds": 2, "finalists": 1})
+    _, resumed = RunFolder.resume(tmp_path, larger)
+    assert (resumed.train.dtype, resumed.budget.trials) == ("float32", 9)
+    with pytest.raises(ArchspecError, match="was made with other values of train "):
+        RunFolder.resume(tmp_path, search_file(train={"dtype": "bfloat16"}))
+
+
 # A whole search without training: the executor answers at once
 
 
 class Oracle:
     """Measures every task as ``1 + depth / 10`` at once, in steps that a test can look at."""
 
-    capacity = 1
-
     def __init__(self) -> None:
         self._events: list[Event] = []
         self.submitted: list[tuple[int, int, int]] = []
+
+    @property
+    def full(self) -> bool:
+        return bool(self._events)
+
+    def fits(self, task: RungTask) -> bool:
+        return not self._events
+
+    def refusal(self, task: RungTask) -> None:
+        return None
 
     def submit(self, task: RungTask) -> None:
         self.submitted.append((task.number, task.rung, task.seed))
@@ -164,12 +184,13 @@ def test_a_search_is_seen_alike_from_inside_and_outside(prepared: Prepared) -> N
     from rich.console import Console
 
     with Looking(Console(quiet=True)) as watcher:
-        best, _ = execute(prepared, watcher, Oracle())
+        best, search = execute(prepared, watcher, Oracle())
     words = [line for line, _, _ in watcher.seen]
     assert words[0] == "trial 0 eagle3: rung 1 of 2 begins, to 100 tokens"
     assert words[3] == "trial 0 eagle3: rung 2 of 2, acceptance length 1.6000 [1.5900, 1.6100], 200 tokens/s; done"
     seed_2 = "seed 2: rung 1 of 1, acceptance length"  # the winner's, and the best baseline's beside it
-    assert f"trial 1 d2, {seed_2} 1.7000 [1.6900, 1.7100], 200 tokens/s" in words
+    drawn = max(search.study.records)  # its repeats and what is not feasible have numbers too
+    assert f"trial {drawn} d2, {seed_2} 1.7000 [1.6900, 1.7100], 200 tokens/s" in words
     assert words[-1] == f"trial 0 eagle3, {seed_2} 1.6000 [1.5900, 1.6100], 200 tokens/s"
     assert {state for _, state, _ in watcher.seen} == {"running"}
     assert best.name == "d2"
@@ -194,7 +215,8 @@ def test_what_was_measured_but_not_told_is_not_trained_again(prepared: Prepared)
     after.execute()
     assert after.study.records[0].state == "complete"
     again = [number for number, _, seed in oracle.submitted if seed == prepared.file.seed]
-    assert set(again) == {1}
+    assert set(again) == after.study.records.keys() - {0}
+    assert len(again) == len(prepared.file.budget.rungs)
 
 
 def test_time_left_follows_the_tokens_that_are_left(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

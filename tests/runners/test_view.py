@@ -99,6 +99,22 @@ def test_narrow_terminals_lose_columns_and_short_ones_rows() -> None:
     assert lines[-1] == "  … and 2 more in leaderboard.csv"
 
 
+def test_a_cluster_shows_where_trials_run() -> None:
+    there = row(7, "d1-add", "running", running=Running(7, 0, 0, 10, 20, None, "gpu-node-3 gpu 1"))
+    far = row(8, "d1-none", "running", running=Running(8, 0, 0, 10, 20, None, "a-node-with-a-long-name gpu 1"))
+    for width in (120, 100):
+        lines = text(render(view(rows=(*ROWS, there, far)), width), width)[3:]
+        begins = lines[0].index("where")
+        assert [line[begins : begins + 20].rstrip() for line in lines[2:5]] == [
+            "gpu-node-3 gpu 1",
+            "a-node-with-a-long-…",
+            "",
+        ]
+        assert max(map(len, lines)) <= width
+    for rows, width in (((*ROWS, there), 90), (ROWS, 120)):  # too narrow, and all on this machine
+        assert not any("where" in line for line in text(render(view(rows=rows), width), width))
+
+
 def test_foreign_text_is_called_a_proxy() -> None:
     lines = text(render(view(proxy=True), 120), 120)
     assert lines[2].startswith("proxy: the text was not written by the target")
