@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,4 +125,13 @@ def _death(exitcode: int | None) -> Failure:
 def _run_in_child(task: RungTask, events: Connection, threads: int) -> None:
     """Run one task; send progress, then the result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the search's to handle; it ends its children itself
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     events.send(run_in_log(task, threads, now_and_then(events.send, PROGRESS_SECONDS)))
+
+
+def _end_with_parent() -> None:
+    """A search that was killed ended nothing; what it ran must not go on beside one that is resumed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

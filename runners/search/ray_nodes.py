@@ -113,6 +113,11 @@ class Nodes:
         """The name of a node that is alive."""
         return self._names.get(node)
 
+    def lost(self, node: str) -> None:
+        """Take note that a node is gone, before Ray counts it among the dead; should it live, it is asked again."""
+        if node in self._names:
+            self._lose(node)
+
     def refuse(self, node: str, reason: str) -> None:
         """Let no more trials begin on a node."""
         self._ledger.lose(node)

@@ -236,7 +236,7 @@ class RayExecutor:
             running.node = sign.node
             if self._task_seconds:
                 running.deadline = time.monotonic() + self._task_seconds
-        self._ledger.moved(running.order.attempt, sign.node, running.order.request, sign.gpus)
+        self._ledger.moved(running.order.attempt, sign.places, running.order.request)
         if sign.report is not None and sign.report != running.reported:
             running.reported = sign.report
             events.append(Progress(running.task, sign.report))
@@ -269,6 +269,8 @@ class RayExecutor:
             told = f"Ray ended the trial's process on {node} for want of memory: {_first_line(error)}"
             return Failure("out_of_memory", told)
         except (exceptions.NodeDiedError, exceptions.TaskUnschedulableError, exceptions.OwnerDiedError) as error:
+            if running.node:  # else the next try may be sent to it again, and the trial be out of tries
+                self._nodes.lost(running.node)
             return Failure("crashed", f"{node} died or left the cluster: {_first_line(error)}", retry=True)
         except exceptions.RayError as error:
             self._nodes.refresh(at_once=True)

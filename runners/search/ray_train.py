@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from ray import exceptions
 from ray._private.state import state as cluster_state
-from ray.core.generated.gcs_pb2 import PlacementGroupTableData
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]  # has no stubs
+from ray.train.torch import TorchConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.torch.torch_trainer import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from torch import Tensor
 
@@ -86,7 +87,8 @@ def run_team(task: RungTask, team: Team) -> Measurement | Failure:
     storage = task.directory / STORAGE_FOLDER
     shutil.rmtree(storage, ignore_errors=True)  # of an attempt that was killed
     try:
-        result: Measurement | Failure = _trainer(task, team).fit().return_value
+        fitted: Any = _trainer(task, team).fit()  # ray.train.Result is typed as Ray Train's older one
+        result: Measurement | Failure = fitted.return_value
     except WorkerGroupError as error:
         result = failure_of(error.worker_failures, team.workers)
     except TrainingFailedError as error:
@@ -157,18 +159,22 @@ class _Peers(ProcessGroup):
     lost: str | None = None
 
     def add(self, *tensors: Tensor) -> None:
+        """See ``ProcessGroup``."""
         with self._listening():
             super().add(*tensors)
 
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
+        """See ``ProcessGroup``."""
         with self._listening():
             super().copy_first(tensors)
 
     def gather(self, items: Sequence[Item]) -> list[Item]:
+        """See ``ProcessGroup``."""
         with self._listening():
             return super().gather(items)
 
     def require_same(self, facts: dict[str, object]) -> None:
+        """See ``ProcessGroup``."""
         with self._listening():
             super().require_same(facts)
 
@@ -190,6 +196,7 @@ class Named(TextIOBase):
         self._log, self._name, self._rest = log, name, ""
 
     def write(self, text: str) -> int:
+        """Write the lines that are whole; keep the rest for the next call."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._log.write(f"{self._name}: {line}\n")
@@ -209,25 +216,29 @@ def _work(task: RungTask, team: Team) -> Measurement | None:
         raise UnfitNodeError(place.node, problem)
     torch.set_num_threads(team.threads)
     peers, rank = _Peers(), dist.get_rank()
+
+    def train(task: RungTask, _: OnStep) -> Measurement:
+        return run_rung(task, _teller(task, team.attempt, peers.gather([place])), peers)
+
     with (task.directory / LOG_FILE).open("a", encoding="utf-8", buffering=1) as log:
         named = Named(log, f"worker {rank}")
-        with contextlib.redirect_stdout(named), contextlib.redirect_stderr(named):  # type: ignore[type-var]
+        with contextlib.redirect_stdout(named), contextlib.redirect_stderr(named):
             rung = f"rung {task.rung} of {len(task.rungs)}, seed {task.seed} on {place}"
             print(f"{rung}, process {os.getpid()}, {team.threads} threads")
-            tell = _teller(task, team.attempt, place, peers.gather([place]))
-            result = outcome_of(task, tell, lambda task, on_step: run_rung(task, on_step, peers))
+            result = outcome_of(task, lambda _: None, train)
+            if peers.lost is not None:
+                result = Failure("crashed", f"worker {rank} lost the others: {peers.lost}", retry=True)
             print(f"ended with {result}")
     if isinstance(result, Measurement):
         return result if peers.first else None
     if peers.lost is not None:
         time.sleep(PATIENCE_SECONDS)  # till Ray has seen whose fault it is, and ends this worker too
-        result = Failure("crashed", f"worker {rank} lost the others: {peers.lost}", retry=True)
     raise WorkerFailedError(result)
 
 
-def _teller(task: RungTask, attempt: str, place: Place, places: Sequence[Place]) -> OnStep:
+def _teller(task: RungTask, attempt: str, places: Sequence[Place]) -> OnStep:
     """The first worker's sign, as ``runners.search.worker`` writes it for one; it tells at once that they began."""
-    told = {"attempt": attempt, "node": place.node, "gpus": list(place.gpus), "where": where(places)}
+    told = {"attempt": attempt, "places": [[p.node, list(p.gpus)] for p in places], "where": where(places)}
 
     def tell(report: StepReport | None) -> None:
         write_json(task.directory / WORKER_FILE, told | {"report": report and asdict(report)})
@@ -249,7 +260,7 @@ def where(places: Sequence[Place]) -> str:
 
 
 def failure_of(errors: dict[int, Exception], workers: int) -> Failure:
-    """The cause among what each worker that has ended came to; the others' ends follow from it.
+    """The cause among the errors by rank of the workers that have ended; what else there is follows from it.
 
     Raises:
         UnfitNodeError: it was that.
@@ -279,6 +290,7 @@ def _gone(worker: str, error: Exception) -> Failure:
 
 
 def not_begun(error: TrainingFailedError, team: Team, limit: float) -> Failure:
+    """Why there were no workers; ``limit`` is for how many seconds room was waited for."""
     cause = error.controller_failure if isinstance(error, ControllerError) else error
     if isinstance(cause, WorkerGroupStartupTimeoutError):
         asked = f"{team.workers} workers with {team.request} each"

@@ -189,14 +189,22 @@ class Ledger:
         """Count ``taken`` as in use under ``key``."""
         self._taken[key] = taken
 
-    def moved(self, key: str, node: str, request: Request, gpus: Sequence[str]) -> None:
-        """Take note of where the one worker under ``key`` really is: Ray chooses the device, and maybe the node."""
+    def moved(self, key: str, places: Sequence[tuple[str, Sequence[str]]], request: Request) -> None:
+        """Take note of where the workers under ``key`` really are, each by node and GPUs.
+
+        Ray chooses the device, and the node of what was placed on none. A team that was placed stays where it was.
+        """
         taken = self._taken.get(key, ())
-        if len(taken) > 1 or node not in self.nodes:
+        if len(taken) > 1 or any(node not in self.nodes for node, _ in places):
             return
-        devices = tuple(int(gpu) for gpu in gpus if gpu.isdigit() and int(gpu) < self.nodes[node].gpus)
-        if not taken or devices:
-            self._taken[key] = [Taken(self.nodes[node], request, devices)]
+        devices = [
+            tuple(int(gpu) for gpu in gpus if gpu.isdigit() and int(gpu) < self.nodes[node].gpus)
+            for node, gpus in places
+        ]
+        if not taken or all(devices):
+            self._taken[key] = [
+                Taken(self.nodes[node], request, own) for (node, _), own in zip(places, devices, strict=True)
+            ]
 
     def anywhere(self, task: RungTask) -> Request:
         """What a worker of ``task`` asks of a node that is still to come: the largest share of those that fit one."""
@@ -215,15 +223,17 @@ class Ledger:
         nodes of the same kind will not have either.
         """
         settings, on_gpu = self.sizer.settings, self.sizer.on_gpu(task.train.device, self.any_gpu)
-        if on_gpu and settings.gpus == "auto" and settings.workers == 1:
+        if on_gpu and settings.gpus == "auto":
             known = [(node.gpu_memory, node.name) for node in self.seen.values() if node.gpu_memory is not None]
             if settings.gpu_memory is not None:
                 known.append((settings.gpu_memory, "runner.resources.gpu_memory"))
             most, whose = max(known, default=(None, ""))
             if most is not None and self.sizer.need(task, True).device > most:
                 need = f"{gigabytes(self.sizer.need(task, True).device)} of GPU memory"
-                rule = f"the largest GPU has {gigabytes(most)} ({whose}); runner.resources.workers shares a trial out"
-                return Failure("out_of_memory", f"not begun: training is estimated to need {need}, but {rule}")
+                each = "each worker" if settings.workers > 1 else "training"
+                rule = f"the largest GPU has {gigabytes(most)} ({whose})"
+                hint = "smaller batch_tokens or more runner.resources.workers lower the part that batches take"
+                return Failure("out_of_memory", f"not begun: {each} is estimated to need {need}, but {rule}; {hint}")
         if more_to_come or not self.seen or self._empty(self.sizer).place(task) is not None:
             return None
         asked = self._asked(self.sizer, task)

@@ -291,7 +291,7 @@ class Study:
         return int(self._file.budget.reduction**rung)
 
     def _is_weak(self, value: float, step: int) -> bool:
-        """Whether ``value`` is outside the best 1 / ``reduction`` of those reported at ``step`` so far, itself included.
+        """Whether ``value`` is outside the best 1 / ``reduction`` of those reported at ``step``, itself included.
 
         As optuna's ``SuccessiveHalvingPruner`` with ``min_resource`` 1 has it, but from reported values alone: that one
         notes on the trial that it was asked, and would let a trial pass whose search was killed before it was told.

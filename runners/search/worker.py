@@ -125,7 +125,7 @@ def run_task(
     problem = None if check is None else problem_of(check, place.name)
     if problem is not None:
         raise UnfitNodeError(place.node, problem)
-    told = {"attempt": attempt, "node": place.node, "gpus": list(place.gpus), "where": str(place)}
+    told = {"attempt": attempt, "places": [[place.node, list(place.gpus)]], "where": str(place)}
 
     def tell(report: StepReport | None) -> None:
         write_json(task.directory / WORKER_FILE, told | {"report": report and asdict(report)})
@@ -136,12 +136,16 @@ def run_task(
 
 @dataclass(frozen=True)
 class Sign:
-    """What a running task's file says."""
+    """What a running task's file says; ``places`` are the node and the GPUs of every worker, the first one's first."""
 
-    node: str
-    gpus: tuple[str, ...]
+    places: tuple[tuple[str, tuple[str, ...]], ...]
     where: str
     report: StepReport | None
+
+    @property
+    def node(self) -> str:
+        """The first worker's node."""
+        return self.places[0][0]
 
 
 def read_sign(directory: Path, attempt: str) -> Sign | None:
@@ -153,7 +157,7 @@ def read_sign(directory: Path, attempt: str) -> Sign | None:
     if told["attempt"] != attempt:
         return None
     report = told["report"] and StepReport(**told["report"] | {"step_kl": tuple(told["report"]["step_kl"])})
-    return Sign(told["node"], tuple(told["gpus"]), told["where"], report)
+    return Sign(tuple((node, tuple(gpus)) for node, gpus in told["places"]), told["where"], report)
 
 
 def hide_gpus(place: Place) -> None:

@@ -186,6 +186,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def wait_for_end(pid: int, seconds: float = 5.0) -> None:
+    """Wait until a process is gone, which must be soon."""
+    limit = time.monotonic() + seconds
+    while alive(pid):
+        assert time.monotonic() < limit, f"process {pid} goes on"
+        time.sleep(0.05)
+
+
 def process_of(directory: Path) -> int:
     """The process that runs a task, from the first line of its log."""
     limit = time.monotonic() + 30

@@ -113,10 +113,21 @@ def test_a_share_goes_where_ray_puts_it_and_moves_when_ray_did_otherwise(task: A
     assert taken(made, task(40), "1") == [("node-a", (0,), 0.5)]
     assert taken(made, task(16), "2") == [("node-a", (0,), 0.2)]  # the fullest that has room
     request = made.sizer.request(task(16), BIG, True)
-    made.moved("2", "a", request, ("1",))
+    made.moved("2", [("a", ("1",))], request)
     assert taken(made, task(40), "3") == [("node-a", (0,), 0.5)]
-    made.moved("3", "a", request, ("GPU-5ab3",))  # a name that says nothing of the device
+    made.moved("3", [("a", ("GPU-5ab3",))], request)  # a name that says nothing of the device
     assert taken(made, task(72), "4") is None
+
+
+def test_a_team_that_ray_placed_counts_with_all_its_workers(task: Any) -> None:
+    made = ledger(BIG, replace(BIG, id="z", name="node-z"), workers=2)
+    made.take("1", [])  # submitted to no node in particular
+    made.moved("1", [("a", ("0",)), ("z", ("1",))], made.sizer.request(task(40), BIG, True))
+    assert taken(made, task(40), "2") in (
+        [("node-a", (1,), 1.0), ("node-z", (0,), 1.0)],
+        [("node-z", (0,), 1.0), ("node-a", (1,), 1.0)],
+    )
+    assert taken(made, task(40), "3") is None
 
 
 def test_cores_and_memory_count_too(task: Any) -> None:
@@ -147,7 +158,12 @@ def test_what_no_gpu_holds_is_refused_with_both_numbers(task: Any) -> None:
     assert (refused.kind, refused.retry) == ("out_of_memory", False)
     assert refused.reason.startswith("not begun: training is estimated to need 81.0 GB of GPU memory, but the largest")
     assert "GPU has 80.0 GB (node-a)" in refused.reason
-    assert ledger(BIG, workers=2).refusal(task(81)) is None
+    each = ledger(BIG, workers=2).refusal(task(81))  # each holds all weights, so a team needs no less of a GPU
+    assert each is not None
+    assert each.reason.startswith("not begun: each worker is estimated to need 81.0 GB of GPU memory")
+    assert each.reason.endswith(
+        "smaller batch_tokens or more runner.resources.workers lower the part that batches take"
+    )
 
 
 def test_what_no_nodes_memory_holds_is_refused_with_both_numbers(task: Any) -> None:

@@ -110,7 +110,7 @@ def test_a_task_tells_where_it_runs_and_how_far_it_is(shared: Shared, tiny_store
     assert isinstance(result, Measurement)
     sign = read_sign(task.directory, "attempt")
     assert sign is not None
-    assert (sign.node, sign.gpus, sign.where) == ("id-1", ("3",), "node-1 gpu 3")
+    assert (sign.node, sign.places, sign.where) == ("id-1", (("id-1", ("3",)),), "node-1 gpu 3")
     assert sign.report is not None
     assert sign.report.step >= 1
     assert isinstance(sign.report.step_kl, tuple)
