@@ -496,7 +496,7 @@ def test_search_end_to_end(world: World, tmp_path: Path) -> None:
     answered("export", run, "-f", world.features, "-o", tmp_path / "draft")
 
     before = rungs_begun(run)
-    assert before == dict.fromkeys(trials, ["0", "1"])
+    assert before == {trial: ["0", "1"] for trial in trials}
     answered("search", "--resume", "--out", run)
     assert rungs_begun(run) == before
     larger = world.search_file(tmp_path / "other.yaml", train={"ttt_steps": 3, "batch_tokens": 256})
