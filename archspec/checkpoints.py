@@ -32,10 +32,13 @@ CONFIG, WEIGHTS, INDEX, PICKLED = (
 )
 
 
-def export(draft: Draft, folder: Path, form: str, verifier: str | None = None) -> None:
+def export(
+    draft: Draft, folder: Path, form: str, verifier: str | None = None, fingerprint: str | None = None
+) -> None:
     """Write ``draft`` into ``folder`` in the format ``form``, and read it back to see that it is the same draft.
 
-    ``verifier`` is the hub name or folder of the target, for formats that tell it.
+    ``verifier`` is the hub name or folder of the target, for formats that tell it; ``fingerprint`` is the target's own,
+    since two targets of the same sizes are two targets.
 
     Raises:
         ArchspecError: there is no such format, it cannot hold the draft (the message names every such field), or what
@@ -50,6 +53,7 @@ def export(draft: Draft, folder: Path, form: str, verifier: str | None = None) -
         "name": spec.name,
         "format": form,
         "target": spec.target.model_dump(mode="json"),
+        "target_fingerprint": fingerprint,
         "embedding": spec.embedding,
         "head_weights": spec.head.weights,
     }

@@ -433,7 +433,11 @@ def test_train_eval_export_one_draft(world: World, tmp_path: Path) -> None:
     answered("export", tmp_path / "one", "-t", world.target, "-o", tmp_path / "b")
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
     told = answered("import", tmp_path / "a", "-f", world.features, "-o", tmp_path / "again")
-    assert told == f"{tmp_path / 'again'}: small, {own_hash(spec, world)}\n"
+    assert told.startswith(f"{tmp_path / 'again'}: small, {own_hash(spec, world)}; aux layers ")
+    assert f"{tmp_path / 'again'}: embedding frozen, head weights own, fed back pre_norm" in told
+    assert "note:" not in told  # an export of ours says all that it is
+    assert own_hash(spec, world) == json.loads(answered("show", tmp_path / "again", "--json"))["hash"]
+    assert "describe the same draft" in answered("diff", tmp_path / "again", tmp_path / "one")
     assert json.loads(answered("eval", tmp_path / "again", "-f", world.features, "--holdout", 0.1, "--json"))
     assert "exists; choose a new folder" in refused(
         "export", tmp_path / "one", "-f", world.features, "-o", tmp_path / "a"

@@ -137,8 +137,14 @@ def import_(
 
     if (target is None) == (features is None):
         raise ArchspecError("give the draft's target by --target, or a feature store of it by --features")
-    draft = import_draft(checkpoint, out, form, target, features, trust_remote_code)
-    typer.echo(f"{out}: {draft.spec.name}, {draft.spec.hash}")
+    draft, guesses = import_draft(checkpoint, out, form, target, features, trust_remote_code)
+    spec = draft.spec
+    layers, ids = len(spec.layers), ", ".join(map(str, spec.inputs.aux_layers))
+    size = f"{layers} layer{'s' * (layers > 1)}, head over {spec.head.vocab_size} tokens"
+    typer.echo(f"{out}: {spec.name}, {spec.hash}; aux layers {ids}; {size}")
+    typer.echo(f"{out}: embedding {spec.embedding}, head weights {spec.head.weights}, fed back {spec.feedback}")
+    for guess in guesses:
+        typer.echo(f"note: {guess}")
 
 
 @app.command(name="serve-check", epilog="Example:  archspec serve-check runs/first --features runs/features")

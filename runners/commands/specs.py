@@ -1,13 +1,19 @@
 """Commands on specs and files: presets, show, validate, diff, schema."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from archspec.errors import ArchspecError
 from runners.display.console import facts_of, print_json, show_all
 from runners.display.options import JsonOption, SpecArgument, TargetOption
+
+if TYPE_CHECKING:
+    from archspec.facts import TargetFacts
+    from archspec.resolve import ResolvedSpec
+    from archspec.schema import Document
+    from archspec.spec import DraftSpec
 
 app = typer.Typer()
 
@@ -30,15 +36,12 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show a spec as written; --resolved adds defaults, --target numbers, what it costs and which engines serve it."""
-    from archspec.presets import load_document, preset_names, preset_text
-    from archspec.resolve import resolve
+    from archspec.presets import preset_names, preset_text
     from archspec.servable import verdicts
-    from archspec.spec import DraftSpec
     from runners.display import tables
 
-    document = load_document(spec)
-    loaded, facts = document.validate(DraftSpec), facts_of(target)
-    fitted = None if facts is None else resolve(loaded, facts, document)
+    document, loaded = _read(spec)
+    fitted = _fitted(document, loaded, facts_of(target))
     if as_json:
         data: dict[str, Any] = {"spec": (fitted or loaded).model_dump(mode="json")}
         if fitted is not None:
@@ -86,16 +89,15 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Show where two specs differ and, with --target, what the difference costs."""
-    from archspec.presets import load_document
-    from archspec.resolve import resolve
-    from archspec.spec import DraftSpec
+    from archspec.resolve import ResolvedSpec
     from runners.display import tables
     from search_spaces.paths import spec_data
 
-    facts, documents = facts_of(target), (load_document(a), load_document(b))
-    specs = [document.validate(DraftSpec) for document in documents]
-    fitted = facts and [resolve(spec, facts, document) for spec, document in zip(specs, documents, strict=True)]
-    plain = [spec.model_dump(mode="json") for spec in fitted] if fitted else [spec_data(spec) for spec in specs]
+    read = (_read(a), _read(b))
+    known = next((spec.target for _, spec in read if isinstance(spec, ResolvedSpec)), None)
+    facts = facts_of(target) or known
+    fitted = [one for one in (_fitted(document, spec, facts) for document, spec in read) if one is not None]
+    plain = [spec.model_dump(mode="json") for spec in fitted] if fitted else [spec_data(spec) for _, spec in read]
     found = tables.differences(*({key: value for key, value in data.items() if key != "name"} for data in plain))
     if as_json:
         data = {"differences": {path: {"a": left, "b": right} for path, left, right in found}}
@@ -115,3 +117,28 @@ def schema(
     from runners.search import kinds
 
     print_json(kinds.schema(kind))
+
+
+def _read(word: str) -> "tuple[Document, DraftSpec]":
+    """The spec of a preset, of a file, or of a trained or imported draft, whose spec is resolved."""
+    from archspec.presets import load_document
+    from archspec.resolve import ResolvedSpec
+    from archspec.spec import DraftSpec
+
+    folder = Path(word)
+    places = [place / "spec.yaml" for place in (folder, folder / "draft", folder / "best")] if folder.is_dir() else []
+    document = load_document(str(next((place for place in places if place.is_file()), word)))
+    resolved = isinstance(document.data, dict) and "target" in document.data
+    return document, document.validate(ResolvedSpec if resolved else DraftSpec)
+
+
+def _fitted(document: "Document", spec: "DraftSpec", facts: "TargetFacts | None") -> "ResolvedSpec | None":
+    """The spec with a target's numbers: the one given, or the one that it was resolved for."""
+    from archspec.resolve import ResolvedSpec, resolve
+
+    if not isinstance(spec, ResolvedSpec):
+        return None if facts is None else resolve(spec, facts, document)
+    if facts not in (None, spec.target):
+        where = document.at(("target",))
+        raise ArchspecError(f"{where}: target: the spec was resolved for a target of other dimensions")
+    return spec

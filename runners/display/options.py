@@ -8,7 +8,7 @@ import typer
 from archspec.errors import ArchspecError
 from archspec.schema import Document
 
-SpecArgument = Annotated[str, typer.Argument(help="A preset's name, or a spec file.")]
+SpecArgument = Annotated[str, typer.Argument(help="A preset's name, a spec file, or a draft's folder.")]
 TargetOption = Annotated[
     str | None, typer.Option("--target", "-t", help="Model folder, .gguf file, package:NAME or hub name.")
 ]

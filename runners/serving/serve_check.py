@@ -98,7 +98,7 @@ def serve_check(
             stop_token_ids=store.manifest.eos_token_ids,
             draft_length=options.draft_length,
         )
-        exported = served or _exported(ours, work / "draft", folder)
+        exported = served or _exported(ours, work / "draft", folder, fingerprint)
         report(f"{found.name}: decoding with the draft in {exported}")
         answer = run_engine(found, replace(request, draft=exported.absolute(), method=_method(exported)), work, "draft")
         plain, plain_seconds = _plain_text(found, request, work, fingerprint, report)
@@ -143,10 +143,10 @@ def choose_prompts(store: FeatureStore, indices: Sequence[int], options: ServeOp
     return [found[i * len(found) // count] for i in range(count)]
 
 
-def _exported(draft: Draft, folder: Path, target: str) -> Path:
+def _exported(draft: Draft, folder: Path, target: str, fingerprint: str) -> Path:
     """The draft in the format of vLLM's that holds it, or the nearest, whose refusal says what is in the way."""
     form = next(verdict.form for verdict in verdicts(draft.spec) if verdict.engine == "vllm")
-    checkpoints.export(draft, folder, form, target)
+    checkpoints.export(draft, folder, form, target, fingerprint)
     return folder
 
 

@@ -121,6 +121,8 @@ def find_draft(path: Path) -> Path:
     for folder in (path, path / WEIGHTS_FOLDER, path / "best"):
         if (folder / WEIGHTS_FILE).is_file():
             return folder
+    if (path / "config.json").is_file():
+        raise ArchspecError(f"{path}: is a checkpoint of another project; make a draft of it with archspec import")
     raise ArchspecError(
         f"{path}: holds no draft ({SPEC_FILE} and {WEIGHTS_FILE}); give a run, a trial or its draft folder"
     )

@@ -87,7 +87,7 @@ def test_a_checkpoint_by_hand_becomes_a_draft_that_is_measured(
     target: Target, tiny_store: FeatureStore, tmp_path: Path
 ) -> None:
     tensors = write_checkpoint(tmp_path / "foreign", target.weights.embed_tokens)
-    made = import_draft(tmp_path / "foreign", tmp_path / "draft", None, None, tiny_store.path, False)
+    made, _ = import_draft(tmp_path / "foreign", tmp_path / "draft", None, None, tiny_store.path, False)
     assert made.spec.inputs.aux_layers == (1, 3)
     assert (made.spec.inputs.norm, made.spec.embedding, made.spec.head.weights) == ("each", "frozen", "own")
     assert made.spec.layers[1].fusion == "none"
@@ -106,12 +106,15 @@ def test_a_trained_embedding_is_kept_and_one_left_out_is_the_targets(
     target: Target, tiny_store: FeatureStore, tmp_path: Path
 ) -> None:
     tensors = write_checkpoint(tmp_path / "own", torch.randn(264, 32))
-    own = import_draft(tmp_path / "own", tmp_path / "a", None, None, tiny_store.path, False)
+    own, notes = import_draft(tmp_path / "own", tmp_path / "a", None, None, tiny_store.path, False)
     assert own.spec.embedding == "trained"
+    assert notes == [
+        "its embedding is not this target's, so it counts as trained; make sure that this is the draft's target"
+    ]
     kept = open_draft(tmp_path / "a", tiny_store).embed_tokens.weight
     assert torch.equal(kept, tensors["embed_tokens.weight"].float())
     write_checkpoint(tmp_path / "none", None)
-    shared = import_draft(tmp_path / "none", tmp_path / "b", None, None, tiny_store.path, False)
+    shared, _ = import_draft(tmp_path / "none", tmp_path / "b", None, None, tiny_store.path, False)
     assert shared.spec.embedding == "frozen"
     assert torch.equal(open_draft(tmp_path / "b", tiny_store).embed_tokens.weight, target.weights.embed_tokens)
 
@@ -120,9 +123,9 @@ def test_a_trained_embedding_is_kept_and_one_left_out_is_the_targets(
 def test_export_undoes_import(form: str, target: Target, tiny_store: FeatureStore, tmp_path: Path) -> None:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 2]}  # of three layers SGLang reads no last one
     write_checkpoint(tmp_path / "foreign", target.weights.embed_tokens, **ids)
-    first = import_draft(tmp_path / "foreign", tmp_path / "draft", None, None, tiny_store.path, False)
+    first, _ = import_draft(tmp_path / "foreign", tmp_path / "draft", None, None, tiny_store.path, False)
     export_draft(tmp_path / "draft", tmp_path / form, form, None, tiny_store.path)
-    again = import_draft(tmp_path / form, tmp_path / "again", None, None, tiny_store.path, False)
+    again, _ = import_draft(tmp_path / form, tmp_path / "again", None, None, tiny_store.path, False)
     assert again.spec == first.spec
     drafts = [open_draft(tmp_path / name, tiny_store) for name in ("draft", "again")]
     states = [draft.state_dict() for draft in drafts]
@@ -178,7 +181,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing(
 
 def test_the_format_may_be_named(tiny_store: FeatureStore, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "foreign", None, norm_output=True)
-    made = import_draft(tmp_path / "foreign", tmp_path / "draft", "vllm", None, tiny_store.path, False)
+    made, _ = import_draft(tmp_path / "foreign", tmp_path / "draft", "vllm", None, tiny_store.path, False)
     assert made.spec.feedback == "post_norm"
 
 
@@ -190,6 +193,31 @@ def test_a_draft_of_another_target_is_not_exported(tiny_store: FeatureStore, tmp
     with pytest.raises(ArchspecError, match=rf"was trained for target {tiny_store.manifest.key.target}, but "):
         export_draft(tmp_path / "draft", tmp_path / "out", "vllm", str(other), None)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_for_another_target_of_these_sizes_is_not_imported(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    """The embedding of its own fits any target of the sizes; the fingerprint does not."""
+    write_checkpoint(tmp_path / "foreign", torch.randn(264, 32))
+    import_draft(tmp_path / "foreign", tmp_path / "draft", None, None, tiny_store.path, False)
+    export_draft(tmp_path / "draft", tmp_path / "exported", "vllm", None, tiny_store.path)
+    other, own = save_tiny(tmp_path / "other", seed=7), tiny_store.manifest.key.target
+    with pytest.raises(ArchspecError) as caught:
+        import_draft(tmp_path / "exported", tmp_path / "again", None, str(other), None, False)
+    told = f"{tmp_path / 'exported'}: the draft was exported for target {own}, but {other} is target "
+    assert str(caught.value).startswith(told)
+    assert not (tmp_path / "again").exists()
+
+
+def test_what_a_foreign_config_leaves_out_is_told(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "foreign", None, speculators_config={"verifier": {"name_or_path": "some/model"}})
+    _, notes = import_draft(tmp_path / "foreign", tmp_path / "draft", "vllm", None, tiny_store.path, False)
+    assert notes == ["its config says that it was trained for some/model"]
+
+
+def test_a_checkpoint_in_place_of_a_draft_is_named(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "foreign", None)
+    with pytest.raises(ArchspecError, match=r"foreign: is a checkpoint of another project; make a draft of it with"):
+        open_draft(tmp_path / "foreign", tiny_store)
 
 
 def test_a_draft_for_other_dimensions_is_not_exported(tiny_store: FeatureStore, tmp_path: Path) -> None:
