@@ -30,11 +30,11 @@ CONFIG, WEIGHTS, INDEX, PICKLED = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
 )
+MAPS = ("d2t", "t2d")
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def export(
-    draft: Draft, folder: Path, form: str, verifier: str | None = None, fingerprint: str | None = None
-) -> None:
+def export(draft: Draft, folder: Path, form: str, verifier: str | None = None, fingerprint: str | None = None) -> None:
     """Write ``draft`` into ``folder`` in the format ``form``, and read it back to see that it is the same draft.
 
     ``verifier`` is the hub name or folder of the target, for formats that tell it; ``fingerprint`` is the target's own,
@@ -42,12 +42,17 @@ def export(
 
     Raises:
         ArchspecError: there is no such format, it cannot hold the draft (the message names every such field), or what
-            was written reads as another draft.
+            was written reads as another draft. Before anything is written: a weight is not finite or of another dtype
+            than checkpoints have, or the draft vocabulary was never set.
     """
     layout, spec = format_named(form), draft.spec
     if problems := layout.limits(spec):
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ArchspecError(f"{spec.name}: {layout.project}'s format cannot hold this draft:\n{lines}")
+    packed = pack(draft, layout)
+    _require_weights({name: tensor for name, tensor in packed.items() if name not in MAPS}, spec.name)
+    if spec.reduced_vocab:
+        _require_set_map(packed["d2t"], spec.name)
     dtype = str(draft.lm_head.weight.dtype).removeprefix("torch.")
     block = {
         "name": spec.name,
@@ -57,7 +62,7 @@ def export(
         "embedding": spec.embedding,
         "head_weights": spec.head.weights,
     }
-    save_tensors(folder / WEIGHTS, pack(draft, layout), {"format": "pt"})
+    save_tensors(folder / WEIGHTS, packed, {"format": "pt"})
     write_json(folder / CONFIG, {**layout.config(spec, verifier), "torch_dtype": dtype, "dtype": dtype, BLOCK: block})
     _require_same(draft, folder)
 
@@ -93,6 +98,7 @@ def load(
     state = _completed(spec, state, target, source)
     if target is not None:
         spec = _frozen_as_found(spec, state, target, source, ours=BLOCK in config)
+        layout.require_runnable(spec, tensors, source)
     return assemble(spec, state)
 
 
@@ -126,12 +132,14 @@ def unpack(spec: ResolvedSpec, layout: Format, tensors: Mapping[str, Tensor], so
     """The state dict of a draft of ``spec`` from tensors under the format's names.
 
     Raises:
-        ArchspecError: tensors are missing, extra, misshapen, or d2t and t2d disagree; the message names each one.
+        ArchspecError: tensors are missing, extra, misshapen, of another dtype than weights have or not finite, or d2t
+            and t2d disagree; the message names each one.
     """
     known, absent = tensor_names(spec, layout.layout(tensors)), layout.absent(spec)
     names = {ours: theirs for ours, theirs in known.items() if ours not in absent or theirs in tensors}
     shapes, copies = tensor_shapes(spec), layout.copies(spec)
-    maps = () if spec.reduced_vocab else tuple(name for name in ("d2t", "t2d") if _says_nothing(name, tensors))
+    whole = spec.target.vocab_size
+    maps = () if spec.reduced_vocab else tuple(name for name in MAPS if _says_nothing(name, tensors, whole))
     spare = {*copies, *layout.padding(spec), *maps}
     problems = [f"{name}: missing from the file" for name in sorted(set(names.values()) - set(tensors))]
     problems += [
@@ -142,13 +150,35 @@ def unpack(spec: ResolvedSpec, layout: Format, tensors: Mapping[str, Tensor], so
         if theirs in tensors and tuple(tensors[theirs].shape) != shapes[ours]:
             found = list(tensors[theirs].shape)
             problems.append(f"{theirs}: has shape {found}, but the config asks for {list(shapes[ours])}")
-    for second, name in copies.items():
-        if second in tensors and name in tensors and not torch.equal(tensors[second], tensors[name]):
-            problems.append(f"{second}: differs from {name}; engines read one or the other and would run two drafts")
     if problems:
         raise ArchspecError("\n".join(f"{source}: {problem}" for problem in problems))
+    weights = {*names.values(), *copies} - set(MAPS)
+    _require_weights({name: tensor for name, tensor in tensors.items() if name in weights}, source)
+    for second, name in copies.items():
+        if second in tensors and not torch.equal(tensors[second], tensors[name]):
+            rule = "engines read one or the other and would run two drafts"
+            raise ArchspecError(f"{source}: {second}: differs from {name}; {rule}")
     state = {ours: tensors[theirs] for ours, theirs in names.items()}
     return _with_vocabulary(spec, state, source) if spec.reduced_vocab else state
+
+
+def _require_weights(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuse what no draft was trained with: numbers that are not finite, and quantised, whole or complex ones."""
+    problems = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            found = str(tensor.dtype).removeprefix("torch.")
+            problems.append(f"{name}: is {found}, but weights must be float32, bfloat16 or float16")
+        elif not bool(tensor.isfinite().all()):
+            problems.append(f"{name}: holds {'NaN' if bool(tensor.isnan().any()) else 'inf'}; weights must be finite")
+    if problems:
+        raise ArchspecError("\n".join(f"{source}: {problem}" for problem in problems))
+
+
+def _require_set_map(d2t: Tensor, source: str) -> None:
+    if not bool(d2t.any()):
+        rule = f"so the draft could propose only the first {len(d2t)} tokens; a map that was never set"
+        raise ArchspecError(f"{source}: d2t is all zeros, {rule}")
 
 
 def assemble(spec: ResolvedSpec, state: Mapping[str, Tensor]) -> Draft:
@@ -198,9 +228,9 @@ def _frozen_as_found(
     return spec.model_copy(update={"embedding": embedding, "head": head})
 
 
-def _says_nothing(name: str, tensors: Mapping[str, Tensor]) -> bool:
+def _says_nothing(name: str, tensors: Mapping[str, Tensor], size: int) -> bool:
     """Whether a map over a full vocabulary is the identity, which SpecForge always writes."""
-    if name not in tensors:
+    if name not in tensors or tuple(tensors[name].shape) != (size,):
         return False
     return bool((tensors[name] == 0).all()) if name == "d2t" else bool(tensors[name].all())
 
@@ -208,11 +238,13 @@ def _says_nothing(name: str, tensors: Mapping[str, Tensor]) -> bool:
 def _with_vocabulary(spec: ResolvedSpec, state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     """``state`` with maps of the draft's own types, the mask made from the offsets where it is left out."""
     d2t = state["d2t"]
-    ids = d2t.long() + torch.arange(len(d2t))
-    rises = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.target.vocab_size
-    if d2t.is_floating_point() or not rises:
+    whole = not (d2t.is_floating_point() or d2t.is_complex())
+    ids = (d2t if whole else torch.zeros_like(d2t, dtype=torch.long)).long() + torch.arange(len(d2t))
+    rises = whole and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.target.vocab_size
+    if not rises:
         rule = f"draft id + d2t must be rising ids below {spec.target.vocab_size}"
         raise ArchspecError(f"{source}: d2t: {rule}; the offsets in this file are not")
+    _require_set_map(d2t, source)
     mask = torch.zeros(spec.target.vocab_size, dtype=torch.bool)
     mask[ids] = True
     if "t2d" in state and not torch.equal(state["t2d"].bool(), mask):

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from archspec.facts import TargetFacts
-from archspec.foreign_config import BLOCK, LlamaKeys, attention_data, mapping_of, target_of
+from archspec.foreign_config import BLOCK, LlamaKeys, attention_data, mapping_of, require_target, target_of
 from archspec.format import Format, layer_keys
 from archspec.layouts import Layout, Shape
 from archspec.limits import Holds, Limit, of_layer
+from archspec.readable import require_readable
 from archspec.resolve import ResolvedSpec
 from archspec.schema import Document
 
@@ -48,8 +49,10 @@ class Eagle1(Format):
         self, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: TargetFacts | None, source: str
     ) -> ResolvedSpec:
         """See ``Format.spec``."""
+        require_readable(config, config, source)
         keys = Document(config, source).validate(LlamaKeys)
         facts, block = target_of(config, target, source), mapping_of(config, BLOCK, source)
+        require_target(keys, facts, source)
         mlp = {"intermediate_size": keys.intermediate_size}
         deeper = {"fusion": "none", "attention": attention_data(keys), "mlp": mlp}
         first = {

@@ -60,10 +60,11 @@ class LlamaKeys(BaseModel):
     draft_vocab_size: PositiveInt | None = None
     target_hidden_size: PositiveInt | None = None
     num_aux_hidden_states: PositiveInt | None = None
-    rms_norm_eps: PositiveFloat = 1e-6
+    rms_norm_eps: Annotated[PositiveFloat, Field(allow_inf_nan=False)] = 1e-6
     max_position_embeddings: PositiveInt | None = None
     original_max_position_embeddings: PositiveInt | None = None
     rope_theta: PositiveFloat | None = None
+    rotary_emb_base: PositiveFloat | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     attention_bias: bool = False
@@ -103,8 +104,8 @@ class LlamaKeys(BaseModel):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
-        if len(self._thetas) > 1:
-            raise ValueError(f"rope_theta and rope_parameters.rope_theta must agree, but are {sorted(self._thetas)}")
+        if len(set(self._thetas.values())) > 1:
+            raise ValueError(f"{' and '.join(self._thetas)} must agree, but are {list(self._thetas.values())}")
         if self.rope_parameters and self.rope_scaling and self.rope_parameters.scaling != self.rope_scaling.scaling:
             raise ValueError("rope_parameters and rope_scaling must describe the same positions, but differ")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
@@ -115,14 +116,20 @@ class LlamaKeys(BaseModel):
         return self
 
     @property
-    def _thetas(self) -> set[float]:
-        stated = {rope.rope_theta for rope in (self, self.rope_parameters, self.rope_scaling) if rope is not None}
-        return {theta for theta in stated if theta is not None}
+    def _thetas(self) -> dict[str, float]:
+        """Every statement of the base, by where it stands; ``rotary_emb_base`` is a name that vLLM reads too."""
+        stated = {
+            "rope_theta": self.rope_theta,
+            "rope_parameters.rope_theta": self.rope_parameters.rope_theta if self.rope_parameters else None,
+            "rope_scaling.rope_theta": self.rope_scaling.rope_theta if self.rope_scaling else None,
+            "rotary_emb_base": self.rotary_emb_base,
+        }
+        return {where: theta for where, theta in stated.items() if theta is not None}
 
     @property
     def theta(self) -> float:
         """Base of the rotary positions; transformers' default where nothing is said."""
-        return next(iter(self._thetas), 10_000.0)
+        return next(iter(self._thetas.values()), 10_000.0)
 
     @property
     def scaling(self) -> Rope | Literal["none"]:
@@ -133,14 +140,15 @@ class LlamaKeys(BaseModel):
     def window(self, index: int) -> int | None:
         """Sliding window of a layer, in tokens; None sees everything.
 
-        As transformers' Qwen3Config reads it: nothing slides without ``use_sliding_window``; without
-        ``layer_types`` the layers from ``max_window_layers`` on do.
+        Layers slide that ``layer_types`` says do. Qwen3 goes on as transformers' Qwen3Config reads it: nothing slides
+        without ``use_sliding_window``; without ``layer_types`` the layers from ``max_window_layers`` on do.
         """
-        if self.model_type == "qwen3" and not self.use_sliding_window:
+        qwen3 = self.model_type == "qwen3"
+        if qwen3 and not self.use_sliding_window:
             return None
         if self.layer_types is not None:
             return self.sliding_window if self.layer_types[index] == "sliding_attention" else None
-        return self.sliding_window if self.use_sliding_window and index >= self.max_window_layers else None
+        return self.sliding_window if qwen3 and index >= self.max_window_layers else None
 
 
 @dataclass(frozen=True)
@@ -178,11 +186,9 @@ def spec_of(
     Raises:
         ArchspecError: the config does not describe a draft for this target; the message names the key or field.
     """
-    _require_target(keys, target, source)
+    require_target(keys, target, source)
     as_target = keys.hidden_size == target.hidden_size
-    aux_layers = choices.aux_layers or tuple(
-        aux_layer_id(word, target.num_layers) for word in ("low", "middle", "high")
-    )
+    aux_layers = choices.aux_layers or _default_layers(target, source)
     if keys.num_aux_hidden_states not in (None, len(aux_layers)):
         counted = f"num_aux_hidden_states = {keys.num_aux_hidden_states}"
         named = f"{AUX_KEY} names" if choices.aux_layers else f"without {AUX_KEY} a draft reads"
@@ -207,7 +213,20 @@ def spec_of(
     return Document(data, source).validate(ResolvedSpec)
 
 
-def _require_target(keys: LlamaKeys, target: TargetFacts, source: str) -> None:
+def _default_layers(target: TargetFacts, source: str) -> tuple[int, ...]:
+    ids = tuple(aux_layer_id(word, target.num_layers) for word in ("low", "middle", "high"))
+    if not 0 <= ids[0] < ids[1] < ids[2]:
+        rule = f"without {AUX_KEY} a draft reads EAGLE-3's default layers, {list(ids)}"
+        raise ArchspecError(f"{source}: {rule}, which a target of {target.num_layers} layers does not have; name them")
+    return ids
+
+
+def require_target(keys: LlamaKeys, target: TargetFacts, source: str) -> None:
+    """Hold the sizes that a draft shares with its target against ``target``.
+
+    Raises:
+        ArchspecError: one differs.
+    """
     facts = {"vocab_size": target.vocab_size, "target_hidden_size": target.hidden_size}
     stated = {"vocab_size": keys.vocab_size, "target_hidden_size": keys.target_hidden_size or keys.hidden_size}
     for key, value in facts.items():
@@ -298,6 +317,16 @@ def aux_layers_of(data: Mapping[str, Any], source: str, *, alone: int = 1) -> tu
         rule = f"eagle_config.{AUX_KEY} must be one less than {AUX_KEY} at every place"
         raise ArchspecError(f"{source}: {rule}, but they are {list(nested)} and {list(top)}")
     return ours
+
+
+def require_nested_ids(data: Mapping[str, Any], project: str, hint: str, source: str) -> None:
+    """Refuse layer ids that stand at the top alone, for a project that would use its default instead.
+
+    Raises:
+        ArchspecError: they stand there alone; ``hint`` ends the message.
+    """
+    if data.get(AUX_KEY) is not None and mapping_of(data, "eagle_config", source).get(AUX_KEY) is None:
+        raise ArchspecError(f"{source}: {AUX_KEY} stands at the top alone, where {project} does not look; {hint}")
 
 
 def _ids(value: Any, where: str) -> tuple[int, ...] | None:

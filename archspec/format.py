@@ -22,6 +22,7 @@ from archspec.foreign_config import (
 )
 from archspec.layouts import Layout, Shape
 from archspec.limits import Holds, Limit, limits
+from archspec.readable import require_readable
 from archspec.resolve import ResolvedSpec
 from archspec.rope import rope_keys
 from archspec.schema import Document
@@ -61,6 +62,14 @@ class Format(ABC):
             ArchspecError: the config describes no draft that can be built, or one for another target.
         """
 
+    def require_runnable(self, _spec: ResolvedSpec, _names: Collection[str], _source: str, /) -> None:
+        """Refuse a draft that was read and that the project would run as another; ``_names`` are its tensors'.
+
+        Raises:
+            ArchspecError: there is a field that the project ignores or replaces.
+        """
+        return
+
     def omitted(self, _spec: ResolvedSpec, /) -> Collection[str]:
         """Names of ours that are never written, since the project takes them from the target."""
         return ()
@@ -93,7 +102,9 @@ class Eagle3(Format):
         self, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: TargetFacts | None, source: str
     ) -> ResolvedSpec:
         """See ``Format.spec``."""
-        keys = Document(self.sizes(config, source), source).validate(LlamaKeys)
+        sizes = self.sizes(config, source)
+        require_readable(config, sizes, source)
+        keys = Document(sizes, source).validate(LlamaKeys)
         choices = self.choices(config, source)
         facts, block = target_of(config, target, source), mapping_of(config, BLOCK, source)
         return spec_of(keys, choices, self.layout(shapes), shapes, facts, block, self.project, source)

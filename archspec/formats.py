@@ -8,7 +8,7 @@ from archspec.errors import ArchspecError, nearest
 from archspec.foreign_config import AUX_KEY, BLOCK, mapping_of
 from archspec.format import Format
 from archspec.resolve import ResolvedSpec
-from archspec.sglang import Sglang
+from archspec.sglang import Sglang, has_hidden_norms_alone
 from archspec.specforge import SpecForge
 from archspec.speculators import Speculators
 from archspec.vllm import Vllm
@@ -52,8 +52,7 @@ def format_of(config: Mapping[str, Any], names: Collection[str], source: str) ->
             "say which by --format specforge, vllm or sglang"
         )
         raise ArchspecError(f"{source}: norm_output is set, and projects read it differently: {rule}")
-    deeper = {name.split(".")[1] for name in names if name.startswith("layers.") and name.endswith("norm.weight")}
-    if not all(f"layers.{i}.input_layernorm.weight" in names for i in deeper - {"0"}):
+    if has_hidden_norms_alone(names):
         return FORMATS["sglang"]
     if config.get(AUX_KEY) is None and mapping_of(config, "eagle_config", source).get(AUX_KEY) is not None:
         rule = (

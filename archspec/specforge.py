@@ -12,7 +12,7 @@ from typing import Any
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
-from archspec.foreign_config import Choices, aux_layers_of, flag_of
+from archspec.foreign_config import Choices, aux_layers_of, flag_of, require_nested_ids
 from archspec.format import Plain
 from archspec.layouts import Layout, Shape
 from archspec.limits import Holds, of_rope
@@ -49,10 +49,18 @@ class SpecForge(Plain):
         self, config: Mapping[str, Any], shapes: Mapping[str, Shape], target: TargetFacts | None, source: str
     ) -> ResolvedSpec:
         """See ``Format.spec``."""
+        as_vllm = self.layout(shapes) in (self.written, *Plain.read_only)
+        hint = "read it as vllm" if as_vllm else "put the ids into eagle_config too, counted from 0"
+        require_nested_ids(config, self.project, hint, source)
+        way_out = "; read the checkpoint as vllm" if as_vllm else ""
         spec = super().spec(config, shapes, target, source)
+        for i, layer in enumerate(spec.layers):
+            if layer.attention is not None and layer.attention.window is not None:
+                rule = "SpecForge's Llama draft has no windows"
+                value = layer.attention.window
+                raise ArchspecError(f"{source}: layers.{i}.attention.window = {value}: {rule}{way_out}")
         for limit in of_rope(spec, self.holds):
-            rule = "SpecForge trains such a draft with other positions; read the checkpoint as vllm"
-            raise ArchspecError(f"{source}: {limit}; {rule}")
+            raise ArchspecError(f"{source}: {limit}; SpecForge trains such a draft with other positions{way_out}")
         return spec
 
     def choices(self, config: Mapping[str, Any], source: str) -> Choices:

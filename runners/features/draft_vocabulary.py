@@ -25,10 +25,13 @@ def read_vocabulary(path: Path, target_size: int) -> Tensor:
     ``path`` is a ``.pt`` or ``.safetensors`` file, or one of a pair of ``.npy`` files.
 
     Raises:
-        ArchspecError: the file cannot be read safely, the map is not rising or beyond ``target_size``, or d2t and t2d
-            disagree.
+        ArchspecError: the file cannot be read safely, the map is not rising or beyond ``target_size``, d2t was never
+            set, or d2t and t2d disagree.
     """
     found = _read(path)
+    if "d2t" in found and 0 < len(found["d2t"]) < target_size and not bool(found["d2t"].any()):
+        rule = f"so a draft could propose only the first {len(found['d2t'])} tokens; a map that was never set"
+        raise ArchspecError(f"{path}: d2t is all zeros, {rule}")
     chosen: dict[str, Tensor] = {}
     if (d2t := found.get("d2t")) is not None:
         chosen["d2t"] = d2t + torch.arange(len(d2t))

@@ -92,7 +92,8 @@ def load(path: Path) -> Golden:
         return golden
     if not _aux_ids(config):
         count = weights["fc.weight"].shape[1] // target.hidden_size
-        config = {**config, AUX_KEY: [2, 8, 13] if count == 3 else list(range(1, count + 1))}
+        ids = [2, 8, 13] if count == 3 else list(range(1, count + 1))
+        config = {**config, AUX_KEY: ids, "eagle_config": {AUX_KEY: [i - 1 for i in ids]}}
     if "speculators_model_type" in config:
         own = {name: tensor for name, tensor in weights.items() if not name.startswith("verifier_")}
         return _golden("speculators", "speculators", data, tensors, config, own, target, path.stem)

@@ -86,6 +86,26 @@ def test_export_refuses_with_every_field_at_once_and_writes_nothing(tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_export_refuses_numbers_that_no_checkpoint_has_and_writes_nothing(tmp_path: Path) -> None:
+    damaged, unset = make_draft(make()), make_draft(make())
+    with torch.no_grad():
+        dict(damaged.named_parameters())["inputs.fc.weight"][0, 0] = torch.nan
+    assert unset.d2t is not None
+    unset.d2t.zero_()
+    for draft, message in (
+        (damaged, "draft: fc.weight: holds NaN; weights must be finite"),
+        (make_draft(make()).double(), "draft: fc.weight: is float64, but weights must be float32, bfloat16 or float16"),
+        (
+            unset,
+            "draft: d2t is all zeros, so the draft could propose only the first 20 tokens; a map that was never set",
+        ),
+    ):
+        with pytest.raises(ArchspecError) as caught:
+            export(draft, tmp_path / "out", "vllm")
+        assert message in str(caught.value).splitlines()
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_keep_their_dtype(dtype: str, tmp_path: Path) -> None:
     draft = make_draft(make()).to(getattr(torch, dtype))
@@ -177,6 +197,34 @@ def test_export_reads_back_what_it_wrote(
             "d2t: draft id + d2t must be rising ids below 48; the offsets in this file are not",
         ),
         (put("t2d", lambda _: torch.arange(48) < 20), "t2d: marks other target tokens than d2t leads to"),
+        (
+            put("d2t", lambda tensors: tensors["d2t"].to(torch.complex64)),
+            "d2t: draft id + d2t must be rising ids below 48; the offsets in this file are not",
+        ),
+        (
+            put("d2t", lambda tensors: torch.zeros_like(tensors["d2t"])),
+            "d2t is all zeros, so the draft could propose only the first 20 tokens; a map that was never set",
+        ),
+        (
+            put("fc.weight", lambda tensors: tensors["fc.weight"].to(torch.int8)),
+            "fc.weight: is int8, but weights must be float32, bfloat16 or float16",
+        ),
+        (
+            put("fc.weight", lambda tensors: tensors["fc.weight"].to(torch.float8_e4m3fn)),
+            "fc.weight: is float8_e4m3fn, but weights must be float32, bfloat16 or float16",
+        ),
+        (
+            put("norm.weight", lambda tensors: tensors["norm.weight"].to(torch.complex64)),
+            "norm.weight: is complex64, but weights must be float32, bfloat16 or float16",
+        ),
+        (
+            put("norm.weight", lambda tensors: tensors["norm.weight"].index_fill(0, torch.tensor(3), torch.nan)),
+            "norm.weight: holds NaN; weights must be finite",
+        ),
+        (
+            put("lm_head.weight", lambda tensors: tensors["lm_head.weight"].index_fill(0, torch.tensor(3), -torch.inf)),
+            "lm_head.weight: holds inf; weights must be finite",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_tensor(damage: Change, message: str, folder: Path) -> None:
@@ -225,6 +273,8 @@ def test_the_identity_maps_of_a_full_vocabulary_say_nothing(tmp_path: Path) -> N
     assert refused(tmp_path) == "t2d: extra; a SpecForge draft of this config has no such tensor"
     change_tensors(tmp_path, drop("t2d"))
     change_tensors(tmp_path, put("d2t", lambda _: torch.ones(48, dtype=torch.long)))
+    assert refused(tmp_path) == "d2t: extra; a SpecForge draft of this config has no such tensor"
+    change_tensors(tmp_path, put("d2t", lambda _: torch.zeros(20, dtype=torch.long)))
     assert refused(tmp_path) == "d2t: extra; a SpecForge draft of this config has no such tensor"
 
 
@@ -309,3 +359,15 @@ def test_an_export_of_ours_beside_another_target_is_refused(weights: str, lost: 
     other = replace(target_of(draft), **{lost: getattr(ToyTarget(), lost)})
     told = f"{lost}.weight: is frozen but not this target's; name the draft's own target"
     assert refused(tmp_path, target=other) == told
+
+
+def test_an_embedding_of_its_own_that_sglang_would_replace_is_not_read_as_its(tmp_path: Path) -> None:
+    draft = make_draft(make())
+    export(draft, tmp_path, "sglang")
+    strip(tmp_path)
+    assert load(tmp_path, "sglang", TOY, target_of(draft)).spec.embedding == "frozen"
+    assert refused(tmp_path, "sglang", TOY, ToyTarget()).splitlines() == [
+        "embedding = trained: SGLang puts the target's in its place; use frozen",
+        "SGLang would not run this draft as it is; read it as vllm",
+    ]
+    assert load(tmp_path, "vllm", TOY, ToyTarget()).spec.embedding == "trained"

@@ -15,7 +15,7 @@ from archspec.foreign_config import LlamaKeys
 from archspec.formats import FORMATS, format_of
 from archspec.modules import Draft
 from archspec.resolve import ResolvedSpec
-from tests.archspec.drafts import logits, make, make_draft
+from tests.archspec.drafts import logits, make, make_draft, preset
 from tests.archspec.strategies import TOY
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -37,6 +37,7 @@ WRITTEN = {
     "original_max_positions": 8192,
 }
 ORIGINAL = "original_max_position_embeddings"
+TO_BOTH = "put the ids into eagle_config too, counted from 0"
 OURS = ("draft_archspec", AUX, "eagle_config", "num_aux_hidden_states")
 
 
@@ -117,6 +118,41 @@ def spec_of(draft: Draft, tensors: dict[str, Tensor], changed: dict[str, Any], f
         ),
         ({AUX: [2, 4, 9], "eagle_config": {AUX: [1, 3, 8]}}, "inputs.aux_layers: layer 9 is beyond the target"),
         ({"draft_archspec": 3}, "draft_archspec = 3: must be a mapping"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config: quantised drafts are not read; ask for the unquantised checkpoint",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: must be 1: drafts rotate the whole head"),
+        ({"rotary_pct": 0.25}, "rotary_pct = 0.25: must be 1: drafts rotate the whole head"),
+        (
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rope_scaling.partial_rotary_factor = 0.5: must be 1: drafts rotate the whole head",
+        ),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 5.0}}},
+            f"rope_parameters.{FULL}: positions of a kind of layer alone; all layers of a draft have the same",
+        ),
+        (
+            {"rotary_emb_base": 5.0},
+            "rope_theta and rope_parameters.rope_theta and rotary_emb_base must agree, but are [10000.0, 10000.0, 5.0]",
+        ),
+        ({"mlp_bias": True}, "mlp_bias is true: the MLPs of drafts have no biases here"),
+        (
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "eagle_config.use_aux_hidden_state is false: such a draft reads the target's last state alone",
+        ),
+        ({"parallel_drafting": True}, "parallel_drafting is true: such a draft proposes all tokens at once"),
+        (
+            {"architectures": ["Qwen3DFlashForCausalLM"]},
+            (
+                "architectures names 'Qwen3DFlashForCausalLM'; only EAGLE drafts can be read: names that say eagle "
+                "(not peagle), LlamaForCausalLM and Qwen3ForCausalLM"
+            ),
+        ),
+        ({"architectures": ["PEagleDraftModel"]}, "architectures names 'PEagleDraftModel'; only EAGLE drafts"),
+        ({"architectures": "Eagle"}, "architectures = 'Eagle': must be a list of names"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf: input should be a finite number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: input should be"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -137,6 +173,8 @@ def test_what_is_left_out_has_a_default(draft: Draft, tensors: dict[str, Tensor]
         assert spec_of(draft, tensors, changed).rope_theta == 10_000.0
     older = {"rope_theta": None, "rope_parameters": None, "rope_scaling": {"type": "default", "rope_theta": 7.0}}
     assert spec_of(draft, tensors, older).rope_theta == 7.0
+    vllms = {"rope_theta": None, "rope_parameters": None, "rotary_emb_base": 7.0}
+    assert spec_of(draft, tensors, vllms).rope_theta == 7.0
     assert spec_of(draft, tensors, {"head_dim": None}).hash == draft.spec.hash
     wide = make_draft(make(layers=[{"fusion": "concat", "attention": {"kv_heads": 4}}]))
     assert spec_of(wide, pack(wide, VLLM), {"num_key_value_heads": None}).hash == wide.spec.hash
@@ -214,6 +252,7 @@ WINDOWS: list[tuple[dict[str, Any], tuple[int | None, int | None]]] = [
     ({"sliding_window": 4, "use_sliding_window": True, "layer_types": [SLIDING, FULL]}, (4, None)),
     ({"sliding_window": 4, "layer_types": [SLIDING, FULL]}, (None, None)),
     ({"sliding_window": 4, "layer_types": [SLIDING, FULL], "model_type": "llama"}, (4, None)),
+    ({"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0, "model_type": "llama"}, (None, None)),
 ]
 
 
@@ -238,6 +277,76 @@ def test_a_draft_that_sglang_would_run_in_another_way_is_not_read_as_its(draft: 
         "checkpoint: layers.0.attention.bias = true: use false",
         "checkpoint: SGLang would not run this draft as it is; read it as vllm",
     ]
+
+
+def test_what_sglang_refuses_is_not_sent_to_vllm_where_vllm_lacks_a_norm() -> None:
+    windowed = make_draft(make(layers=[{"fusion": "concat", "attention": {"window": 4}}, {"attention": {"window": 4}}]))
+    alone = {
+        name: tensor for name, tensor in pack(windowed, VLLM).items() if not name.endswith("1.input_layernorm.weight")
+    }
+    config = VLLM.config(windowed.spec)
+    assert format_of(config, alone, "checkpoint").name == "sglang"
+    for changed, last in (
+        ({}, "SGLang would not run this draft as it is"),
+        (
+            {"norm_before_residual": True},
+            "norm_before_residual is true, but SGLang ignores it and would run another draft",
+        ),
+        (
+            {"eagle_config": None},
+            f"{AUX} stands at the top alone, where SGLang does not look; {TO_BOTH}",
+        ),
+    ):
+        with pytest.raises(ArchspecError) as caught:
+            spec_of(windowed, alone, changed, "sglang")
+        assert str(caught.value).splitlines()[-1] == f"checkpoint: {last}"
+
+
+def test_a_window_is_not_read_as_specforges(draft: Draft, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(ArchspecError) as caught:
+        spec_of(draft, tensors, {"sliding_window": 4, "layer_types": [SLIDING]}, "specforge")
+    assert str(caught.value) == (
+        "checkpoint: layers.0.attention.window = 4: SpecForge's Llama draft has no windows; read the checkpoint as vllm"
+    )
+
+
+@pytest.mark.parametrize(("form", "project"), [("sglang", "SGLang"), ("specforge", "SpecForge")])
+def test_ids_at_the_top_alone_are_vllms(draft: Draft, tensors: dict[str, Tensor], form: str, project: str) -> None:
+    config = VLLM.config(draft.spec) | {AUX: [1, 2, 3], "eagle_config": {"use_aux_hidden_state": True}}
+    with pytest.raises(ArchspecError) as caught:
+        read(FORMATS[form], config, tensors, TOY, "checkpoint")
+    told = f"{AUX} stands at the top alone, where {project} does not look; read it as vllm"
+    assert str(caught.value) == f"checkpoint: {told}"
+    assert format_of(config, tensors, "checkpoint").name == "vllm"
+
+
+def test_default_layers_that_a_target_does_not_have_are_told_to_be_the_default(
+    draft: Draft, tensors: dict[str, Tensor]
+) -> None:
+    config = {key: value for key, value in VLLM.config(draft.spec).items() if key not in OURS}
+    with pytest.raises(ArchspecError) as caught:
+        read(VLLM, config, tensors, TOY.model_copy(update={"num_layers": 4}), "checkpoint")
+    assert str(caught.value) == (
+        f"checkpoint: without {AUX} a draft reads EAGLE-3's default layers, [2, 2, 1], which a target of 4 layers does "
+        "not have; name them"
+    )
+
+
+def test_speculators_sizes_and_eagle1s_are_held_against_the_same_rules(draft: Draft) -> None:
+    speculators, eagle1 = FORMATS["speculators"], FORMATS["eagle1"]
+    config = speculators.config(draft.spec)
+    config["transformer_layer_config"] |= {"partial_rotary_factor": 0.5}
+    with pytest.raises(ArchspecError, match=r"^checkpoint: partial_rotary_factor = 0\.5: must be 1"):
+        read(speculators, config, {}, TOY, "checkpoint")
+    older = make_draft(preset("eagle1"))
+    for changed, message in (
+        ({"architectures": ["MedusaModel"]}, "architectures names 'MedusaModel'"),
+        ({"vocab_size": 60}, "vocab_size = 60, but the target has 48; name the draft's target"),
+        ({"hidden_size": 32}, "target_hidden_size = 32, but the target has 16; name the draft's target"),
+    ):
+        with pytest.raises(ArchspecError) as caught:
+            read(eagle1, eagle1.config(older.spec) | changed, pack(older, eagle1), TOY, "checkpoint")
+        assert str(caught.value).startswith(f"checkpoint: {message}")
 
 
 def test_a_count_of_layers_beyond_reason_is_refused_before_any_list_is_made(

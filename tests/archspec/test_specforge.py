@@ -146,3 +146,22 @@ def test_switches_that_specforge_does_not_know_are_refused(flag: str) -> None:
         "it was written in"
     )
     read(SPECFORGE, config | {flag: False}, renamed(draft, MIDLAYER), TOY, "checkpoint")
+
+
+def test_names_that_only_specforge_has_are_not_sent_to_vllm() -> None:
+    draft = make_draft(make(layers=[CONCAT, CONCAT]))
+    tensors, config = renamed(draft, MIDLAYERS), SPECFORGE.config(draft.spec)
+    windowed = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}
+    for changed, message in (
+        (windowed, "layers.0.attention.window = 4: SpecForge's Llama draft has no windows"),
+        (
+            {"eagle_config": None},
+            (
+                "eagle_aux_hidden_state_layer_ids stands at the top alone, where SpecForge does not look; "
+                "put the ids into eagle_config too, counted from 0"
+            ),
+        ),
+    ):
+        with pytest.raises(ArchspecError) as caught:
+            read(SPECFORGE, config | changed, tensors, TOY, "checkpoint")
+        assert str(caught.value) == f"checkpoint: {message}"

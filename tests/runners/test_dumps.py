@@ -278,6 +278,10 @@ def test_vocabulary_maps_of_every_kind(tmp_path: Path) -> None:
             {"d2t": torch.zeros(0, dtype=torch.long)},
             r"a draft vocabulary must be rising token ids below 264, .*, but these are 0 ",
         ),
+        (
+            {"d2t": torch.zeros(5, dtype=torch.long)},
+            r"d2t is all zeros, so a draft could propose only the first 5 tokens; a map that was never set",
+        ),
         ({"d2t": torch.tensor([5, 3, 260])}, r"a draft vocabulary must .*, but these are 3 ids from 4 to 262"),
         ({"d2t": torch.tensor([5, 300])}, r"a draft vocabulary must .*, but these are 2 ids from 5 to 301"),
         (maps(size=300), r"t2d has 300 entries, but the target's vocabulary has 264"),
