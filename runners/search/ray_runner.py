@@ -256,15 +256,18 @@ class RayExecutor:
         """What a task that is over came to; what Ray says of it, sorted into the kinds of failure."""
         name = self._nodes.name(running.node) if running.node else None
         node = f"node {name or running.order.node_name or 'unknown'}"
+        cancelled = Failure("cancelled", f"the task on {node} was cancelled from outside the search")
         try:
             result: Measurement | Failure = ray.get(running.answer)
         except exceptions.RayTaskError as error:
+            if isinstance(error.cause, exceptions.TaskCancelledError):  # while it ran; else it comes as it is
+                return cancelled
             if isinstance(error.cause, UnfitNodeError):
                 self._nodes.refuse(error.cause.node, str(error.cause))
                 return Failure("crashed", str(error.cause), retry=True)
             return Failure("error", f"{type(error.cause).__name__}: {error.cause}")
         except exceptions.TaskCancelledError:
-            return Failure("cancelled", f"the task on {node} was cancelled from outside the search")
+            return cancelled
         except exceptions.OutOfMemoryError as error:
             told = f"Ray ended the trial's process on {node} for want of memory: {_first_line(error)}"
             return Failure("out_of_memory", told)

@@ -115,6 +115,22 @@ def test_finalists_are_repeated_with_more_seeds_at_the_full_budget(
     assert submitted(again) == []
 
 
+def test_a_seed_that_failed_is_tried_again_on_a_resume(run: Callable[..., Search], tiny_store: FeatureStore) -> None:
+    """And is no failed one any more, in this process as in the next."""
+    file = search_file(tiny_store, {"seeds": 2})
+
+    def failing_seed(task: RungTask) -> Any:
+        return Failure("diverged", "loss nan") if task.seed else by_formula(task)
+
+    number = run(failing_seed, file).execute()[0].number
+    again = run(file=file)
+    assert again.study.records[number].failed_repeats == {1: Failure("diverged", "loss nan")}
+    again.execute()
+    for search in (again, run(file=file)):
+        record = search.study.records[number]
+        assert (record.failed_repeats, len(record.repeats)) == ({}, 1)
+
+
 def test_the_winner_is_one_that_was_repeated(run: Callable[..., Search], tiny_store: FeatureStore) -> None:
     """A finalist's mean over seeds must not lose to a lucky single seed that nobody repeated."""
 
