@@ -526,6 +526,7 @@ def on_event(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Search, Eve
 Hook = Callable[[Callable[[Search, Event], None]], None]
 
 
+@pytest.mark.skipif(signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="begun where Ctrl-C is ignored")
 def test_ctrl_c_in_the_middle_and_resume(world: World, tmp_path: Path, on_event: Hook) -> None:
     search, run = world.search_file(tmp_path / "search.yaml"), tmp_path / "run"
     fired: list[Event] = []
