@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import TextIOBase
 from typing import Any, TextIO
 
@@ -28,14 +28,12 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from torch import Tensor
 
-from archspec.files import write_json
 from runners.search.executor import Failure
 from runners.search.outcome import OnStep, now_and_then, outcome_of
 from runners.search.ray_nodes import here
 from runners.search.resources import Request
-from runners.search.worker import PROGRESS_SECONDS, WORKER_FILE, Place, Shared, UnfitNodeError, problem_of
+from runners.search.worker import PROGRESS_SECONDS, Place, Shared, UnfitNodeError, problem_of, sign_writer
 from runners.training.parallel import Item, ProcessGroup
-from runners.training.trainer import StepReport
 from runners.training.trial import LOG_FILE, Measurement, RungTask, run_rung
 
 STORAGE_FOLDER = "ray_train"  # in the trial's folder while it runs, and empty but for a mark: Ray Train insists on one
@@ -238,11 +236,7 @@ def _work(task: RungTask, team: Team) -> Measurement | None:
 
 def _teller(task: RungTask, attempt: str, places: Sequence[Place]) -> OnStep:
     """The first worker's sign, as ``runners.search.worker`` writes it for one; it tells at once that they began."""
-    told = {"attempt": attempt, "places": [[p.node, list(p.gpus)] for p in places], "where": where(places)}
-
-    def tell(report: StepReport | None) -> None:
-        write_json(task.directory / WORKER_FILE, told | {"report": report and asdict(report)})
-
+    tell = sign_writer(task.directory, attempt, places, where(places))
     if dist.get_rank() == 0:
         tell(None)
     return now_and_then(tell, PROGRESS_SECONDS)

@@ -7,6 +7,7 @@ it, so that what an earlier one left is not taken for news.
 import json
 import os
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,7 @@ def run_task(
     problem = None if check is None else problem_of(check, place.name)
     if problem is not None:
         raise UnfitNodeError(place.node, problem)
-    told = {"attempt": attempt, "places": [[place.node, list(place.gpus)]], "where": str(place)}
-
-    def tell(report: StepReport | None) -> None:
-        write_json(task.directory / WORKER_FILE, told | {"report": report and asdict(report)})
-
+    tell = sign_writer(task.directory, attempt, [place], str(place))
     tell(None)
     return run_in_log(task, threads, now_and_then(tell, PROGRESS_SECONDS), str(place), run)
 
@@ -146,6 +143,18 @@ class Sign:
     def node(self) -> str:
         """The first worker's node."""
         return self.places[0][0]
+
+
+def sign_writer(
+    directory: Path, attempt: str, places: Sequence[Place], where: str
+) -> Callable[[StepReport | None], None]:
+    """What writes the file that ``read_sign`` reads; a report of None says that the task has begun."""
+    told = {"attempt": attempt, "places": [[place.node, list(place.gpus)] for place in places], "where": where}
+
+    def tell(report: StepReport | None) -> None:
+        write_json(directory / WORKER_FILE, told | {"report": report and asdict(report)})
+
+    return tell
 
 
 def read_sign(directory: Path, attempt: str) -> Sign | None:

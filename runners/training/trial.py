@@ -22,7 +22,7 @@ from archspec.weights import save_draft
 from runners.features.store import FeatureStore
 from runners.training.acceptance import measure_acceptance
 from runners.training.device import compute_dtype, pick_device
-from runners.training.parallel import ALONE, ProcessGroup, Workers
+from runners.training.parallel import ALONE, Workers
 from runners.training.settings import EvalSettings, TrainSettings
 from runners.training.trainer import StepReport, Trainer
 
@@ -125,15 +125,6 @@ def run_rung(
         peak_memory=max(workers.gather([peak_memory(device)])),
     )
     return workers.ask_first(lambda: _record(task, trainer.draft, store, [*done, measurement]))
-
-
-def train_rank(task: RungTask, on_step: Callable[[StepReport], None] = lambda _: None) -> Measurement:
-    """``run_rung`` as one of the processes of torch.distributed's default group, which must be initialised.
-
-    Whoever starts the processes also sets each one's current CUDA device, which ``device: auto`` and ``cuda`` mean, and
-    ends the others when one is gone: those would wait for it in the next sum.
-    """
-    return run_rung(task, on_step, ProcessGroup())
 
 
 def _own_metrics(task: RungTask) -> list[Measurement]:

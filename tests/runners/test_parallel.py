@@ -21,7 +21,7 @@ from runners.training.acceptance import measure_acceptance
 from runners.training.parallel import ALONE, Item, ProcessGroup, Workers
 from runners.training.settings import EvalSettings
 from runners.training.trainer import StepReport, Trainer
-from runners.training.trial import CHECKPOINT_FILE, METRICS_FILE, Measurement, read_metrics, run_rung, train_rank
+from runners.training.trial import CHECKPOINT_FILE, METRICS_FILE, Measurement, read_metrics, run_rung
 from tests.runners.drafts import SETTINGS, everything, new_trainer, run, single_thread, tiny_spec
 from tests.runners.tasks import rung_task
 
@@ -111,22 +111,22 @@ def starts_a_little_differently(store: FeatureStore, _folder: Path, workers: Wor
 def runs_rungs(store: FeatureStore, folder: Path, workers: Workers) -> Told:
     """Both rungs of a trial, as a runner would, and the first once more."""
     task, steps = rung_task(store, folder / "trial"), list[StepReport]()
-    told = [train_rank(task.at(rung), steps.append).as_dict() for rung in (0, 1, 0)]
+    told = [run_rung(task.at(rung), steps.append, workers).as_dict() for rung in (0, 1, 0)]
     return {"measurements": told, "steps": reported(steps)}
 
 
 def lacks_a_store_on_one(store: FeatureStore, folder: Path, workers: Workers) -> Told:
     features = store.path if workers.first else folder / "not seen from here"
-    return {"error": error_of(lambda: train_rank(rung_task(store, folder / "blind", features=features)))}
+    return {"error": error_of(lambda: run_rung(rung_task(store, folder / "blind", features=features), workers=workers))}
 
 
 def cannot_write(store: FeatureStore, folder: Path, workers: Workers) -> Told:
     (folder / "file").write_text("")
-    return {"error": error_of(lambda: train_rank(rung_task(store, folder / "file" / "trial")))}
+    return {"error": error_of(lambda: run_rung(rung_task(store, folder / "file" / "trial"), workers=workers))}
 
 
 def finds_another_draft(store: FeatureStore, folder: Path, workers: Workers) -> Told:
-    return {"error": error_of(lambda: train_rank(rung_task(store, folder / "trial", seed=5)))}
+    return {"error": error_of(lambda: run_rung(rung_task(store, folder / "trial", seed=5), workers=workers))}
 
 
 SCENARIOS: list[Callable[[FeatureStore, Path, Workers], Told]] = [
