@@ -132,12 +132,14 @@ class UnrollMemory:
     """Training-time test (EAGLE-3, arXiv 2503.01840): a row sees step-0 keys of rows up to it, and its own later keys.
 
     ``allowed_BTT`` (or [1, T, T]; True = may see, diagonal included) narrows the step-0 keys further, for instance to
-    one document of a packed row. Call ``next_step`` between draft steps.
+    one document of a packed row. Call ``next_step`` between draft steps, and ``keep`` to go on with some of the rows:
+    none reads another's later keys, so those that stay miss nothing.
     """
 
     def __init__(self, allowed_BTT: Tensor | None = None) -> None:
         self.step = 0
         self._allowed = allowed_BTT
+        self._rows: Tensor | None = None
         self._first: dict[int, tuple[Tensor, Tensor]] = {}
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._masks: dict[int | None, Tensor] = {}
@@ -145,6 +147,14 @@ class UnrollMemory:
     def next_step(self) -> None:
         """Go on to the next draft step: later calls hold each row's own keys, seen by that row alone."""
         self.step += 1
+        self._masks.clear()
+
+    def keep(self, kept_BR: Tensor) -> None:
+        """Later calls hold these rows alone, given by their places among the present ones; one may be there twice."""
+        self._rows = kept_BR if self._rows is None else self._rows.gather(1, kept_BR)
+        places = kept_BR[:, None, :, None]
+        for layer, pairs in self._own.items():
+            self._own[layer] = [(k.take_along_dim(places, 2), v.take_along_dim(places, 2)) for k, v in pairs]
         self._masks.clear()
 
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
@@ -157,14 +167,19 @@ class UnrollMemory:
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, enable_gqa=True)
         self._own[layer].append((k_BKTD, v_BKTD))
         own = [pair for step, pair in enumerate(self._own[layer], 1) if window is None or self.step - step < window]
-        return _joint_attention(q_BHTD, *self._first[layer], own, self._mask(window, q_BHTD))
+        first_k, first_v = self._first[layer]
+        return _joint_attention(q_BHTD, first_k, first_v, own, self._mask(window, first_k))
 
-    def _mask(self, window: int | None, like_BHTD: Tensor) -> Tensor:
-        """[B or 1, T, T], True where row t may see the step-0 key of row j."""
+    def _mask(self, window: int | None, first_BKTD: Tensor) -> Tensor:
+        """[B or 1, R, T], True where a present row may see the step-0 key of row j."""
         if window not in self._masks:
-            rows = torch.arange(like_BHTD.shape[2], device=like_BHTD.device)
-            distance = rows[:, None] - rows[None, :]
-            mask = (distance >= 0)[None] if self._allowed is None else self._allowed & (distance >= 0)
+            keys_T = torch.arange(first_BKTD.shape[2], device=first_BKTD.device)
+            rows_BR = keys_T[None] if self._rows is None else self._rows
+            distance = rows_BR[:, :, None] - keys_T
+            mask = distance >= 0
+            if self._allowed is not None:
+                kept = self._rows is not None
+                mask = mask & (self._allowed.take_along_dim(rows_BR[:, :, None], 1) if kept else self._allowed)
             if window is not None:
                 mask = mask & (distance + self.step < window)
             self._masks[window] = mask
@@ -172,43 +187,59 @@ class UnrollMemory:
 
 
 def _joint_attention(
-    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, own: list[tuple[Tensor, Tensor]], mask_BTT: Tensor
+    q_BHRD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, own: list[tuple[Tensor, Tensor]], mask_BRT: Tensor
 ) -> Tensor:
-    """One softmax over the step-0 keys that ``mask`` allows and every row's own keys."""
-    batch, heads, rows, size = q_BHTD.shape
-    kv_heads = k_BKTD.shape[1]
-    q_BKGTD = (q_BHTD * (1 / math.sqrt(size))).view(batch, kv_heads, heads // kv_heads, rows, size)
-    first_BKGTT = q_BKGTD @ k_BKTD.transpose(-1, -2)[:, :, None]
-    first_BKGTT = first_BKGTT.masked_fill(~mask_BTT[:, None, None], -math.inf)
-    own_BKGTS = torch.stack([(q_BKGTD * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
-    weights = torch.cat((first_BKGTT, own_BKGTS), dim=-1).softmax(dim=-1)
-    out_BKGTD = weights[..., :rows] @ v_BKTD[:, :, None]
+    """One softmax over the step-0 keys that ``mask`` allows and each of R rows' own keys, ``own`` [B, K, R, D]."""
+    batch, heads, rows, size = q_BHRD.shape
+    kv_heads, length = k_BKTD.shape[1:3]
+    q_BKGRD = (q_BHRD * (1 / math.sqrt(size))).view(batch, kv_heads, heads // kv_heads, rows, size)
+    first_BKGRT = q_BKGRD @ k_BKTD.transpose(-1, -2)[:, :, None]
+    first_BKGRT = first_BKGRT.masked_fill(~mask_BRT[:, None, None], -math.inf)
+    own_BKGRS = torch.stack([(q_BKGRD * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
+    weights = torch.cat((first_BKGRT, own_BKGRS), dim=-1).softmax(dim=-1)
+    out_BKGRD = weights[..., :length] @ v_BKTD[:, :, None]
     for step, (_, v) in enumerate(own):
-        out_BKGTD = out_BKGTD + weights[..., rows + step, None] * v[:, :, None]
-    return out_BKGTD.reshape(batch, heads, rows, size)
+        out_BKGRD = out_BKGRD + weights[..., length + step, None] * v[:, :, None]
+    return out_BKGRD.reshape(batch, heads, rows, size)
 
 
 class ChainCache:
-    """Decoding: keys and values of every row so far, in order; ``truncate`` forgets a rejected chain."""
+    """Decoding: keys and values of every row so far, in order; ``truncate`` forgets a rejected chain.
+
+    Rows follow each other unless ``branch`` says otherwise.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._distance: Tensor | None = None
 
     def __len__(self) -> int:
         """Rows kept."""
         return next((k.shape[2] for k, _ in self._kept.values()), 0)
 
     def truncate(self, rows: int) -> None:
-        """Keep the first ``rows`` rows of every layer."""
+        """Keep the first ``rows`` rows of every layer; what comes next follows the last of them."""
+        self._distance = None
         self._kept = {layer: (k[:, :, :rows], v[:, :, :rows]) for layer, (k, v) in self._kept.items()}
 
+    def branch(self, distance_RT: Tensor) -> None:
+        """Say how many tokens before each of the next R rows every row lies, kept ones and then the new; < 0: unseen.
+
+        It holds until the next call of this or of ``truncate``.
+        """
+        self._distance = distance_RT
+
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, window: int | None) -> Tensor:
-        """See ``Memory.attend``; new rows follow the kept ones and see them and each other causally."""
+        """See ``Memory.attend``; new rows see the kept ones and each other, as far as these lie before them."""
         if layer in self._kept:
             k_BKTD = torch.cat((self._kept[layer][0], k_BKTD), dim=2)
             v_BKTD = torch.cat((self._kept[layer][1], v_BKTD), dim=2)
         self._kept[layer] = (k_BKTD, v_BKTD)
-        keys = torch.arange(k_BKTD.shape[2], device=q_BHTD.device)
-        distance = keys[-q_BHTD.shape[2] :, None] - keys[None, :]
+        if self._distance is None and window is None and q_BHTD.shape[2] == 1:
+            return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, enable_gqa=True)
+        distance = self._distance
+        if distance is None:
+            keys = torch.arange(k_BKTD.shape[2], device=q_BHTD.device)
+            distance = keys[-q_BHTD.shape[2] :, None] - keys[None, :]
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, attn_mask=mask, enable_gqa=True)

@@ -28,6 +28,9 @@ def capture(
     batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward.", parser=count)] = 4096,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens with this probability together.")
+    ] = 1.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers written at once.")] = 32,
     seed: int = 0,
     workers: Annotated[int, typer.Option(min=1, help="More than one share the work on a Ray cluster.")] = 1,
@@ -63,7 +66,8 @@ def capture(
             }
             helpers = cluster_workers(address, TargetSettings.model_validate(settings), workers, console.print)
         if generate and responses is not None:
-            generate_file(loaded, generate, responses, max_new_tokens, temperature, batch_size, seed, console, helpers)
+            options = (max_new_tokens, temperature, batch_size, seed, console, helpers, top_p)
+            generate_file(loaded, generate, responses, *options)
         if out is not None:
             texts = [*(conversations or []), *([responses] if responses else [])]
             capture_files(loaded, texts, layers.split(","), out, dtype, max_length, batch_tokens, console, helpers)

@@ -43,6 +43,7 @@ class AnswerOrder:
     temperature: float
     batch_size: int
     seed: int
+    top_p: float = 1.0
 
     @property
     def name(self) -> str:
@@ -70,7 +71,7 @@ class AnswerOrder:
 
     def run(self, target: Target, tell: Tell) -> None:
         """See ``Order``."""
-        done = _answers(self.folder.glob(f"{self.number:04d}-*.jsonl"), target, self.temperature)
+        done = _answers(self.folder.glob(f"{self.number:04d}-*.jsonl"), target, self.temperature, self.top_p)
         rest = [one for one in self.conversations if one.id not in done]
         generate_responses(
             target,
@@ -81,6 +82,7 @@ class AnswerOrder:
             self.seed,
             self.folder / f"{self.number:04d}-{uuid.uuid4().hex}.jsonl",
             lambda answered, _total, _tokens: tell(self.size - len(rest) + answered),
+            self.top_p,
         )
 
 
@@ -94,6 +96,7 @@ def answer_prompts(
     out_path: Path,
     on_progress: Progress | None = None,
     workers: Workers | None = None,
+    top_p: float = 1.0,
 ) -> Generated:
     """As ``generate_responses``, by ``workers`` if given; ``on_progress`` then does not know the tokens.
 
@@ -107,18 +110,27 @@ def answer_prompts(
     folder, made = out_path.with_name(f".{out_path.name}.parts"), None
     if workers is not None or folder.is_dir():
         with exclusive(folder, f"another process writes answers for {out_path}"):
-            _join(folder, out_path, target, temperature)  # what an interrupted run left
+            _join(folder, out_path, target, temperature, top_p)  # what an interrupted run left
             if workers is not None:
-                check_options(max_new_tokens, temperature, batch_size)
+                check_options(max_new_tokens, temperature, batch_size, top_p)
                 orders = _orders(
-                    target, conversations, max_new_tokens, temperature, batch_size, seed, out_path, folder, workers
+                    target,
+                    conversations,
+                    max_new_tokens,
+                    temperature,
+                    batch_size,
+                    seed,
+                    out_path,
+                    folder,
+                    workers,
+                    top_p,
                 )
                 made = _carry_out(target, len(conversations), orders, out_path, on_progress, workers)
         shutil.rmtree(folder, ignore_errors=True)
     if made is not None:
         return made
     return generate_responses(
-        target, conversations, max_new_tokens, temperature, batch_size, seed, out_path, on_progress
+        target, conversations, max_new_tokens, temperature, batch_size, seed, out_path, on_progress, top_p
     )
 
 
@@ -132,9 +144,10 @@ def _orders(
     out_path: Path,
     folder: Path,
     workers: Workers,
+    top_p: float,
 ) -> list[AnswerOrder]:
     """Runs of whole batches of what is unanswered, some for each worker."""
-    rows = unanswered(target, conversations, temperature, seed, out_path)
+    rows = unanswered(target, conversations, temperature, seed, out_path, top_p)
     batches = -(-len(rows) // batch_size)
     count = min(batches, workers.count * PARTS_A_WORKER)
     cuts = [number * batches // count * batch_size for number in range(count + 1)] if count else []
@@ -150,6 +163,7 @@ def _orders(
             temperature,
             batch_size,
             seed,
+            top_p,
         )
         for number in range(count)
     ]
@@ -167,7 +181,7 @@ def _carry_out(
     if not orders:
         return Generated(0, total, 0, 0, 0.0)
     workers.carry_out(target, orders, lambda done: on_progress(total - asked + done, total, 0) if on_progress else None)
-    new = _join(orders[0].folder, out_path, target, orders[0].temperature)
+    new = _join(orders[0].folder, out_path, target, orders[0].temperature, orders[0].top_p)
     if len(new) < asked:
         raise ArchspecError(f"{out_path}: {asked - len(new)} answers are missing; the same command makes them")
     found = [row.generation for row in new if row.generation is not None]
@@ -176,17 +190,17 @@ def _carry_out(
     return Generated(len(new), total - asked, unfinished, tokens, time.monotonic() - started)
 
 
-def _join(folder: Path, out_path: Path, target: Target, temperature: float) -> list[Conversation]:
+def _join(folder: Path, out_path: Path, target: Target, temperature: float, top_p: float) -> list[Conversation]:
     """Append the answers in ``folder`` that ``out_path`` lacks, in the order of the parts; returns them."""
-    found = _answers(folder.glob("*.jsonl"), target, temperature)
-    before = already_answered(out_path, target, temperature)
+    found = _answers(folder.glob("*.jsonl"), target, temperature, top_p)
+    before = already_answered(out_path, target, temperature, top_p)
     new = [row for row in found.values() if row.id not in before]
     if new:
         append(out_path, new)
     return new
 
 
-def _answers(files: Iterable[Path], target: Target, temperature: float) -> dict[str, Conversation]:
+def _answers(files: Iterable[Path], target: Target, temperature: float, top_p: float) -> dict[str, Conversation]:
     """What stands in ``files``. One with a torn last line is replaced, since who tore it may still write to it."""
     found: dict[str, Conversation] = {}
     for path in sorted(files):
@@ -194,6 +208,6 @@ def _answers(files: Iterable[Path], target: Target, temperature: float) -> dict[
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):
             write_text(path, whole.decode())
-        for name, row in already_answered(path, target, temperature).items():
+        for name, row in already_answered(path, target, temperature, top_p).items():
             found.setdefault(name, row)
     return found

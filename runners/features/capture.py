@@ -257,13 +257,15 @@ def _finish(
     target.weights.save(out / FROZEN)
     save_or_tell(out / COUNTS, {"counts": counts})
     own = [text.own for _, text in texts.kept]
-    temperatures = {one.generation.temperature for one, text in texts.kept if text.own and one.generation}
+    generations = [one.generation for one, text in texts.kept if text.own and one.generation]
+    temperatures, top_ps = ({getattr(one, name) for one in generations} for name in ("temperature", "top_p"))
     manifest = Manifest(
         key=key,
         facts=target.facts,
         layer_ids=tuple(layers),
         text_origin="own" if all(own) else "mixed" if any(own) else "foreign",
         temperature=temperatures.pop() if len(temperatures) == 1 else None,
+        top_p=1.0 if not top_ps else top_ps.pop() if len(top_ps) == 1 else None,
         eos_token_ids=tuple(sorted(target.eos_token_ids)),
         target_path=target.path,
         sources=tuple(sources),

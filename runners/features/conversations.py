@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
@@ -80,7 +80,12 @@ class Generation(_Closed):
     token_ids: tuple[NonNegativeInt, ...] = Field(min_length=1)
     target: str
     temperature: NonNegativeFloat = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     finished: bool = True
+
+    def row(self) -> dict[str, Any]:
+        """The JSON object; ``top_p`` is left out where it is 1, so that rows from before it was known stay the same."""
+        return self.model_dump(mode="json", exclude={"top_p"} if self.top_p == 1 else None)
 
 
 class Conversation(_Closed):
@@ -113,7 +118,7 @@ class Conversation(_Closed):
         if self.tools:
             row["tools"] = list(self.tools)
         if self.generation is not None:
-            row["generation"] = self.generation.model_dump(mode="json")
+            row["generation"] = self.generation.row()
         return row
 
 

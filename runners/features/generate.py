@@ -17,6 +17,7 @@ from torch import Tensor
 from archspec.errors import ArchspecError
 from runners.features.chat import prompt_tokens
 from runners.features.conversations import Conversation, Generation, Message, read_conversations
+from runners.features.sampling import tempered
 from runners.features.target import Target
 
 Progress = Callable[[int, int, int], None]
@@ -53,25 +54,27 @@ def generate_responses(
     seed: int,
     out_path: Path,
     on_progress: Progress | None = None,
+    top_p: float = 1.0,
 ) -> Generated:
     """Answer each conversation's last user turn and append the rows to ``out_path``, one finished batch at a time.
 
     Conversations whose id already stands in ``out_path`` are skipped, so a stopped run goes on where it was. An answer
     that a conversation already has is replaced. At temperature 0 decoding is greedy; otherwise each conversation draws
-    from its own generator, seeded by ``seed`` and its id, so that neither batches nor a restart change the text.
+    from its own generator, seeded by ``seed`` and its id, so that neither batches nor a restart change the text, among
+    the likeliest tokens that have ``top_p`` of the probability together.
     ``on_progress`` gets conversations done, conversations in all, and tokens generated in this call.
 
     Raises:
         ArchspecError: a prompt leaves no room for an answer, or ``out_path`` holds answers of another target,
-            temperature or prompt, or a broken line before its last.
+            temperature, top-p or prompt, or a broken line before its last.
     """
-    check_options(max_new_tokens, temperature, batch_size)
-    rows = unanswered(target, conversations, temperature, seed, out_path)
+    check_options(max_new_tokens, temperature, batch_size, top_p)
+    rows = unanswered(target, conversations, temperature, seed, out_path, top_p)
     started, tokens, unfinished, skipped = time.monotonic(), 0, 0, len(conversations) - len(rows)
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
-        _answer(target, batch, max_new_tokens, temperature)
-        append(out_path, [_answered(row, target, temperature) for row in batch])
+        _answer(target, batch, max_new_tokens, temperature, top_p)
+        append(out_path, [_answered(row, target, temperature, top_p) for row in batch])
         tokens += sum(len(row.tokens) for row in batch)
         unfinished += sum(not row.finished for row in batch)
         if on_progress:
@@ -80,14 +83,19 @@ def generate_responses(
 
 
 def unanswered(
-    target: Target, conversations: Sequence[Conversation], temperature: float, seed: int, out_path: Path
+    target: Target,
+    conversations: Sequence[Conversation],
+    temperature: float,
+    seed: int,
+    out_path: Path,
+    top_p: float = 1.0,
 ) -> list[Row]:
     """What ``out_path`` does not answer yet, longest first: the batch that may not fit in memory comes at once.
 
     Raises:
         ArchspecError: see :func:`generate_responses`.
     """
-    done = already_answered(out_path, target, temperature)
+    done = already_answered(out_path, target, temperature, top_p)
     for one in conversations:
         if one.id in done and (done[one.id].prompt(), done[one.id].tools) != (one.prompt(), one.tools):
             raise ArchspecError(f"{out_path}: conversation {one.id} answers another prompt; write to a new file")
@@ -97,7 +105,7 @@ def unanswered(
 
 
 @torch.no_grad()
-def _answer(target: Target, rows: Sequence[Row], max_new_tokens: int, temperature: float) -> None:
+def _answer(target: Target, rows: Sequence[Row], max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Fill ``tokens`` and ``finished`` of ``rows``; a row that is finished leaves the batch."""
     from runners.features.cache import roomy_cache  # imports transformers, which takes seconds
 
@@ -108,7 +116,7 @@ def _answer(target: Target, rows: Sequence[Row], max_new_tokens: int, temperatur
     active = list(rows)
     while active:
         state_BH = target.states(ids_BT, [last], mask_BT, cache, positions_BT)[last][:, -1]
-        chosen = _choose(target.logits(state_BH), active, temperature)
+        chosen = _choose(target.logits(state_BH), active, temperature, top_p)
         for row, token in zip(active, chosen, strict=True):
             row.tokens.append(token)
             row.finished = token in target.eos_token_ids
@@ -127,12 +135,13 @@ def _answer(target: Target, rows: Sequence[Row], max_new_tokens: int, temperatur
         mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(active), 1)], dim=1)
 
 
-def _choose(logits_BV: Tensor, rows: Sequence[Row], temperature: float) -> list[int]:
+def _choose(logits_BV: Tensor, rows: Sequence[Row], temperature: float, top_p: float) -> list[int]:
     if temperature == 0:
         return [int(token) for token in logits_BV.argmax(-1)]
     # Gumbel trick: the largest of log p + Gumbel noise is a sample from p, with one draw of noise per row.
     noise_BV = torch.stack([torch.empty(logits_BV.shape[-1]).exponential_(generator=row.random) for row in rows])
-    return [int(token) for token in (logits_BV.float() / temperature - noise_BV.to(logits_BV.device).log()).argmax(-1)]
+    scores_BV = tempered(logits_BV, temperature, top_p)
+    return [int(token) for token in (scores_BV - noise_BV.to(logits_BV.device).log()).argmax(-1)]
 
 
 def _pad_left(prompts: Sequence[list[int]], target: Target) -> tuple[Tensor, Tensor]:
@@ -158,7 +167,7 @@ def _random(seed: int, identity: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def _answered(row: Row, target: Target, temperature: float) -> Conversation:
+def _answered(row: Row, target: Target, temperature: float, top_p: float) -> Conversation:
     text = target.tokenizer.decode(row.tokens, skip_special_tokens=True)
     return Conversation(
         id=row.conversation.id,
@@ -166,7 +175,11 @@ def _answered(row: Row, target: Target, temperature: float) -> Conversation:
         messages=(*row.conversation.prompt(), Message(role="assistant", content=text)),
         tools=row.conversation.tools,
         generation=Generation(
-            token_ids=tuple(row.tokens), target=target.fingerprint, temperature=temperature, finished=row.finished
+            token_ids=tuple(row.tokens),
+            target=target.fingerprint,
+            temperature=temperature,
+            top_p=top_p,
+            finished=row.finished,
         ),
     )
 
@@ -180,11 +193,11 @@ def append(path: Path, rows: Sequence[Conversation]) -> None:
         os.fsync(file.fileno())
 
 
-def already_answered(path: Path, target: Target, temperature: float) -> dict[str, Conversation]:
+def already_answered(path: Path, target: Target, temperature: float, top_p: float = 1.0) -> dict[str, Conversation]:
     """Rows in ``path`` by id; a last line without its newline, left by a kill while it was written, is cut off first.
 
     Raises:
-        ArchspecError: a row is broken, or holds an answer of another target or temperature.
+        ArchspecError: a row is broken, or holds an answer of another target, temperature or top-p.
     """
     if not path.exists():
         return {}
@@ -195,10 +208,10 @@ def already_answered(path: Path, target: Target, temperature: float) -> dict[str
             file.truncate(len(complete))
     if not complete.strip():
         return {}
-    return {row.id: row for row in _check_rows(path, target, temperature)}
+    return {row.id: row for row in _check_rows(path, target, temperature, top_p)}
 
 
-def _check_rows(path: Path, target: Target, temperature: float) -> Iterator[Conversation]:
+def _check_rows(path: Path, target: Target, temperature: float, top_p: float) -> Iterator[Conversation]:
     for row in read_conversations(path):
         if row.generation is None or row.generation.target != target.fingerprint:
             other = "given text" if row.generation is None else f"target {row.generation.target}"
@@ -211,17 +224,24 @@ def _check_rows(path: Path, target: Target, temperature: float) -> Iterator[Conv
                 f"{path}: conversation {row.id} was generated at temperature "
                 f"{row.generation.temperature}, not {temperature}; write the answers to a new file"
             )
+        if row.generation.top_p != top_p:
+            raise ArchspecError(
+                f"{path}: conversation {row.id} was generated with top-p {row.generation.top_p}, not {top_p}; "
+                "write the answers to a new file"
+            )
         yield row
 
 
-def check_options(max_new_tokens: int, temperature: float, batch_size: int) -> None:
+def check_options(max_new_tokens: int, temperature: float, batch_size: int, top_p: float = 1.0) -> None:
     """Refuse what makes no sense.
 
     Raises:
-        ArchspecError: with all three values.
+        ArchspecError: with the values.
     """
     if max_new_tokens < 1 or batch_size < 1 or temperature < 0:
         raise ArchspecError(
             "max_new_tokens and batch_size must be at least 1 and temperature at least 0, but got "
             f"{max_new_tokens}, {batch_size}, {temperature}"
         )
+    if not 0 < top_p <= 1:
+        raise ArchspecError(f"top_p {top_p}: must be above 0 and at most 1, which leaves nothing out")

@@ -13,6 +13,7 @@ VERSION = 1
 MANIFEST, FROZEN, COUNTS = "manifest.json", "frozen.safetensors", "counts.safetensors"
 TEXT, VOCABULARY = "text.safetensors", "vocabulary.safetensors"
 ADOPTED_FIELDS = ("last_state", "dump", "text", "vocabulary")
+LATER_FIELDS = (*ADOPTED_FIELDS, "top_p")  # of version 1 that stores had before these were there
 _BLOCK = 1 << 16
 _HASH_CHUNK = 1 << 22
 
@@ -84,12 +85,14 @@ class Manifest(_Closed):
     """Everything about a store but the states.
 
     ``eos_token_ids`` end a turn of this target; a draft vocabulary needs them whatever their counts.
-    ``temperature`` is that of the target's own text, None if there is none or it varies. ``logits_error`` is the
-    largest difference between recomputed and real logits, relative to the largest logit, at capture.
+    ``temperature`` and ``top_p`` are those of the target's own text, None if they vary; without such text there is no
+    temperature, and ``top_p`` is 1. ``logits_error`` is the largest difference between recomputed and real logits,
+    relative to the largest logit, at capture.
     ``own_agreement`` is the share of sampled response tokens that equal the target's argmax, for greedy own text.
 
-    The fields at the end are those of adopted stores: whether last states lie before or after the final norm, the dump,
-    the text of documents whose states stayed there, and the draft vocabulary that came with it.
+    The fields from ``last_state`` to ``vocabulary`` are those of adopted stores: whether last states lie before or
+    after the final norm, the dump, the text of documents whose states stayed there, and the draft vocabulary that came
+    with it.
     """
 
     version: int = VERSION
@@ -115,6 +118,7 @@ class Manifest(_Closed):
     dump: Dump | None = None
     text: FileEntry | None = None
     vocabulary: FileEntry | None = None
+    top_p: float | None = 1.0
 
     @property
     def own_files(self) -> tuple[FileEntry, ...]:
@@ -123,8 +127,8 @@ class Manifest(_Closed):
         return (*self.shards, self.frozen, self.counts, *more)
 
     def digest(self) -> str:
-        """16 hex digits over all but paths, times, and what this store does not have because it was not adopted."""
-        unsaid = [name for name in ADOPTED_FIELDS if getattr(self, name) == type(self).model_fields[name].default]
+        """16 hex digits over all but paths, times, and what is as it was before a store could have it."""
+        unsaid = [name for name in LATER_FIELDS if getattr(self, name) == type(self).model_fields[name].default]
         exclude: dict[str, Any] = dict.fromkeys(("target_path", "sources", *unsaid), True)
         if self.dump is not None:
             exclude["dump"] = {"root": True, "listing": True, "files": {"__all__": {"mtime_ns"}}}

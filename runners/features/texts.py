@@ -86,6 +86,7 @@ def generate_file(
     seed: int,
     console: Console,
     workers: Workers | None = None,
+    top_p: float = 1.0,
 ) -> Generated:
     """Let ``target`` answer the prompts of JSONL files; answers that ``responses`` already holds are kept.
 
@@ -102,7 +103,7 @@ def generate_file(
             meter(done, total)
 
         made = answer_prompts(
-            target, conversations, max_new_tokens, temperature, batch_size, seed, responses, on_progress, workers
+            target, conversations, max_new_tokens, temperature, batch_size, seed, responses, on_progress, workers, top_p
         )
     console.print(
         f"{responses}: {made.answered} prompts answered, {made.skipped} were before; {made.tokens:,} new tokens in "

@@ -299,11 +299,10 @@ def _evaluation(spec: ResolvedSpec, evaluate: EvalSettings, longest: int) -> int
     inner = max(
         3 * layer.mlp.intermediate_size + max(widths) for layer, widths in zip(spec.layers, spec.widths, strict=True)
     )
-    kept = _row_of_a_batch(spec) + FP32 * (evaluate.draft_length * (keys + 1) + 4 * spec.hidden_size)
+    # Every row goes on to the last step: what a draft that is always right would need.
+    kept = _row_of_a_batch(spec) + FP32 * (evaluate.longest * (keys + 1) + 4 * spec.hidden_size)
     most = 0
     for rows, length in _batch_shapes(evaluate.batch_tokens, longest, 1):
-        passing = FP32 * max(
-            rows * square * (length + evaluate.draft_length), rows * inner, HEAD_ROWS * max(vocabularies)
-        )
+        passing = FP32 * max(rows * square * (length + evaluate.longest), rows * inner, HEAD_ROWS * max(vocabularies))
         most = max(most, rows * kept + passing)
     return teacher + most

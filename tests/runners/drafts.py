@@ -1,6 +1,7 @@
 """Specs and drafts for the tiny target, and how to train one for a moment."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,27 @@ from search_spaces import apply_overrides
 SETTINGS = TrainSettings(
     ttt_steps=3, batch_tokens=300, learning_rate=5e-3, warmup=0.1, device="cpu", dtype="float32", threads=1
 )
+
+DOCUMENTS = [0, 1, 2, 3, 4]  # what the kinds below learn
+
+# One draft of every kind that changes what a decoding step reads: (preset, changes).
+KINDS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "eagle3": ("eagle3", {}),
+    "reduced vocabulary": ("eagle3", {"head.vocab_size": 40}),
+    "window": ("eagle3", {"layers.0.attention.window": 4}),
+    "two windows": ("eagle3", {"depth": 2, "layers.0.attention.window": 2, "layers.1.attention.window": 5}),
+    "own hidden size": ("eagle3", {"hidden_size": 20, "embedding": "trained"}),
+    "fused once": ("eagle3-deep-fused-once", {"depth": 2}),
+    "fused in every layer": ("eagle3-deep-fused-every-layer", {"depth": 2}),
+    "wide stream": ("eagle3-wide-stream", {}),
+    "post_norm feedback": ("eagle3.1", {}),
+    "eagle1": ("eagle1", {}),
+    "no attention": ("eagle3", {"layers.0.fusion": "project", "layers.0.attention": "none"}),
+    "attention in the second layer alone": (
+        "eagle3",
+        {"depth": 2, "layers.0.fusion": "project", "layers.0.attention": "none"},
+    ),
+}
 
 
 def tiny_spec(facts: TargetFacts, preset: str = "eagle3", changes: Mapping[str, Any] | None = None) -> ResolvedSpec:
@@ -65,6 +87,13 @@ def trained_draft(
     trainer = Trainer(make_draft(spec, store, indices, 0), store, indices, settings, 0, tokens)
     trainer.run(tokens)
     return trainer.draft.eval()
+
+
+@cache
+def draft_of_kind(store: FeatureStore, kind: str) -> Draft:
+    """One of ``KINDS``, trained on a few documents of the store; shared, so do not change it."""
+    preset, changes = KINDS[kind]
+    return trained_draft(store, tiny_spec(store.facts, preset, changes), indices=DOCUMENTS)
 
 
 def largest_gap(first: Draft, second: Draft) -> float:

@@ -118,7 +118,7 @@ def settings(**changes: object) -> EvalSettings:
 
 
 def wanted_matches(draft: Draft, store: FeatureStore, index: int, k: int) -> Tensor:
-    """[T, k] by the definition: is the argmax of row t at step s the token x_{t+2+s}, if that is a response token?"""
+    """[T, k] by the definition: are the argmaxes of row t at steps 0 … s the response tokens x_{t+2} … x_{t+2+s}?"""
     batch = read_batch(store, [index], draft.spec.inputs.aux_layers, "cpu")
     tokens, mask = batch.tokens[0], batch.response_mask[0]
     result = torch.zeros(len(tokens), k)
@@ -127,7 +127,7 @@ def wanted_matches(draft: Draft, store: FeatureStore, index: int, k: int) -> Ten
             proposed = draft.target_ids(draft.logits(state).argmax(-1))[0]
             for t in range(len(tokens) - 2 - step):
                 result[t, step] = float(proposed[t] == tokens[t + 2 + step] and mask[t + 2 + step])
-    return result
+    return result.cumprod(1)
 
 
 def test_rows_of_a_response_are_those_before_its_tokens(tiny_store: FeatureStore, draft: Draft) -> None:

@@ -22,7 +22,7 @@ from runners.features.adopt import adopt_dump
 from runners.features.capture import capture
 from runners.features.conversations import read_conversations
 from runners.features.generate import generate_responses
-from runners.features.manifest import ADOPTED_FIELDS
+from runners.features.manifest import LATER_FIELDS
 from runners.features.store import FeatureStore
 from runners.features.target import Target
 from runners.training.acceptance import measure_acceptance
@@ -312,7 +312,7 @@ def test_a_moved_dump_leaves_the_fingerprint(copied: FeatureStore, adopted: Feat
 
 def test_manifests_from_before_adoption_open_with_their_fingerprint(native: FeatureStore, tmp_path: Path) -> None:
     old = Path(shutil.copytree(native.path, tmp_path / "old"))
-    data = {k: v for k, v in json.loads((old / "manifest.json").read_text()).items() if k not in ADOPTED_FIELDS}
+    data = {k: v for k, v in json.loads((old / "manifest.json").read_text()).items() if k not in LATER_FIELDS}
     (old / "manifest.json").write_text(json.dumps(data, indent=1))
     kept = {k: v for k, v in data.items() if k not in ("target_path", "sources")}
     text = json.dumps(kept, separators=(",", ":"))

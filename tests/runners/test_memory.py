@@ -17,9 +17,12 @@ from archspec.builder import adopt_target, build_draft
 from archspec.facts import TargetFacts
 from archspec.presets import load_preset, preset_names
 from archspec.resolve import ResolvedSpec, resolve
+from runners.features.capture import capture
+from runners.features.conversations import Generation
 from runners.features.frozen import FrozenWeights
 from runners.features.store import FeatureStore
-from runners.training.acceptance import measure_acceptance
+from runners.features.target import Target
+from runners.training.acceptance import Acceptance, measure_acceptance
 from runners.training.batches import Batch
 from runners.training.memory import (
     CUDA_CONTEXT,
@@ -36,6 +39,7 @@ from runners.training.trial import make_draft
 from search_spaces import apply_overrides
 from tests.runners.allocations import peak_bytes
 from tests.runners.drafts import everything, single_thread, tiny_spec
+from tests.runners.tiny import conversation
 from tests.smollm2 import SMOLLM2
 
 Shape = tuple[int, int, int]  # conversations, tokens each, draft steps
@@ -147,16 +151,30 @@ def test_the_count_is_a_bound_where_half_of_the_tokens_are_prompts() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.fixture(scope="module")
+def zeros(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
+    """Long answers of token 0 alone, which a head of zeros is always right about: every row goes on to the end."""
+    generation = Generation(token_ids=(0,) * 200, target=target.fingerprint, temperature=1.0, finished=False)
+    asked = [conversation("?", "", system="-", name=f"{number}") for number in range(6)]
+    texts = [one.model_copy(update={"generation": generation}) for one in asked]
+    return capture(target, texts, [0, 1, 2, 3], tmp_path_factory.mktemp("zeros") / "store", "float32", 256, 1000, 2000)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "top_p"])
 @pytest.mark.parametrize("changes", [{}, {"depth": 2, "head.vocab_size": 100}])
-def test_the_count_of_an_evaluation(tiny_store: FeatureStore, kind: str, changes: dict[str, Any]) -> None:
-    spec = tiny_spec(tiny_store.facts, changes=changes)
-    draft = make_draft(spec, tiny_store, everything(tiny_store), 0)
-    settings = EvalSettings.model_validate({"draft": kind, "batch_tokens": 1024, "bootstrap": 10})
-    longest = max(document.length for document in tiny_store.documents)
+def test_the_count_of_an_evaluation(zeros: FeatureStore, kind: str, changes: dict[str, Any]) -> None:
+    draft = make_draft(tiny_spec(zeros.facts, changes=changes), zeros, everything(zeros), 0)
+    draft.lm_head.weight.data.zero_()
+    how = {"draft": "greedy" if kind == "greedy" else "sampled", "top_p": 0.99999 if kind == "top_p" else None}
+    settings = EvalSettings.model_validate({"batch_tokens": 1024, "bootstrap": 10, **how})
+    longest = max(document.length for document in zeros.documents)
     train = TrainSettings(batch_tokens=16, ttt_steps=1)
-    counted = training_memory(spec, train, "float32", longest, evaluate=settings, device="cpu").evaluation
-    assert_within(counted, peak_bytes(lambda: measure_acceptance(draft, tiny_store, everything(tiny_store), settings)))
+    counted = training_memory(draft.spec, train, "float32", longest, evaluate=settings, device="cpu").evaluation
+    found = list[Acceptance]()
+    assert_within(
+        counted, peak_bytes(lambda: found.append(measure_acceptance(draft, zeros, everything(zeros), settings)))
+    )
+    assert kind != "greedy" or found[0].length_by_k[-1] > 8
 
 
 @pytest.mark.slow
@@ -175,6 +193,7 @@ import sys
 from pathlib import Path
 from tests.runners.drafts import single_thread
 from tests.runners.test_memory import spec_of, train
+from tests.runners.tiny import conversation
 from tests.smollm2 import SMOLLM2
 
 single_thread()
