@@ -4,6 +4,7 @@ Shapes: B batch, T positions, H hidden size of the target, V vocabulary, R chose
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -15,6 +16,7 @@ from archspec.errors import ArchspecError
 from archspec.files import save_tensors
 
 NormKind = Literal["rms", "layer"]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,17 @@ class FrozenWeights:
         x = x.to(self.norm_weight.dtype) * self.norm_weight
         return x if self.norm_bias is None else x + self.norm_bias
 
-    def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
+    def logits(self, last: Tensor, rows: Tensor | None = None, linear: Linear = nn.functional.linear) -> Tensor:
         """Return the target's logits [..., V] for last states [..., H], normed first unless ``reads_normed``.
 
-        ``rows`` [R] int64 picks vocabulary entries; the result is then [..., R], in that order.
+        ``rows`` [R] int64 picks vocabulary entries; the result is then [..., R], in that order. ``linear`` multiplies.
         """
         head, bias = self.lm_head, self.lm_head_bias
         if rows is not None:
             head, bias = head[rows], None if bias is None else bias[rows]
         normed = last if self.reads_normed else self.normed(last)
-        logits = nn.functional.linear(normed.to(head.dtype), head, bias) * self.logit_scale
+        logits = linear(normed.to(head.dtype), head, bias)
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "FrozenWeights":

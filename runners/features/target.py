@@ -24,7 +24,7 @@ from archspec.rope import Rope, rope_keys, target_rope
 from runners.features.frozen import FrozenWeights, freeze
 from runners.features.gguf_header import as_written, gguf_facts, gguf_rope
 from runners.features.locate import Location, find_packaged_gguf, locate
-from runners.features.onednn import use_onednn
+from runners.features.onednn import linear, use_onednn
 
 __all__ = ["FrozenWeights", "Target", "find_packaged_gguf", "load_target", "target_facts"]
 
@@ -78,6 +78,18 @@ class Target:
             ids = getattr(source, "eos_token_id", None)
             found.update(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
         return frozenset(int(token) for token in found)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back some layers see at most, None if all see everything."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            used = getattr(config, "use_sliding_window", True)
+            return getattr(config, "sliding_window", None) if used else None
+        sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+        found = [getattr(config, sizes[kind], None) for kind in set(kinds) & set(sizes)]
+        return min((size for size in found if size is not None), default=None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -163,7 +175,7 @@ class Target:
 
     def logits(self, last_BTH: Tensor) -> Tensor:
         """Return logits [..., V] for states [..., H] of layer n, with the model's scale and soft cap."""
-        return self.weights.logits(last_BTH)
+        return self.weights.logits(last_BTH, linear=linear)
 
     @torch.no_grad()
     def _check(self, weights: FrozenWeights) -> None:

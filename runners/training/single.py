@@ -1,7 +1,6 @@
-"""One draft by itself: trained without a search, loaded back, checked by real decoding."""
+"""One draft by itself: trained without a search, and loaded back."""
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,7 @@ from archspec.schema import Document
 from archspec.spec import DraftSpec
 from archspec.weights import SPEC_FILE, WEIGHTS_FILE, load_draft
 from runners.features.store import FeatureStore
-from runners.features.target import load_target
 from runners.progress import Meter
-from runners.training.acceptance import Acceptance, measure_acceptance, spans
-from runners.training.decoding import decode_plain, decode_speculative
 from runners.training.device import pick_device
 from runners.training.settings import EvalSettings, TrainSettings
 from runners.training.trainer import DivergedError, StepReport
@@ -69,7 +65,7 @@ def begin_training(written: Document, store: FeatureStore, out: Path, training: 
         "features": store.fingerprint,
         "rungs": list(training.rungs),
         "train": training.train.model_dump(mode="json", exclude={"threads", "device"}),
-        "evaluate": training.evaluate.model_dump(mode="json"),
+        "evaluate": training.evaluate.model_dump(mode="json", exclude_none=True),
         "holdout": training.holdout,
         "seed": training.seed,
     }
@@ -170,62 +166,6 @@ def require_target(folder: Path, fingerprint: str, name: str) -> None:
     own = origin_of(folder).get("target", fingerprint)
     if own != fingerprint:
         raise ArchspecError(f"{folder}: the draft was trained for target {own}, but {name} is target {fingerprint}")
-
-
-@dataclass(frozen=True)
-class DecodingCheck:
-    """Real decoding beside the evaluator on the same responses. ``same_text`` counts those equal to plain decoding."""
-
-    responses: int
-    same_text: int
-    cycles: int
-    accepted: int
-    evaluator: Acceptance
-    plain_tokens_per_second: float
-    draft_tokens_per_second: float
-
-    @property
-    def length(self) -> float:
-        """The loop's acceptance length, mean(a) + 1."""
-        return 1.0 + self.accepted / max(1, self.cycles)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        own = {key: value for key, value in vars(self).items() if key != "evaluator"}
-        return own | {"length": self.length, "evaluator": self.evaluator.as_dict()}
-
-
-def check_decoding(
-    draft: Draft, model: str | None, store: FeatureStore, indices: list[int], draft_length: int, device: str
-) -> DecodingCheck:
-    """Decode the responses of these documents at temperature 0, with and without the draft, and evaluate the same.
-
-    ``model`` names the target; None takes the one that the store was made from.
-
-    Raises:
-        ArchspecError: the target cannot be loaded or is not the store's, or the documents hold no response.
-    """
-    settings = EvalSettings(draft_length=draft_length)
-    target = load_target(model or store.manifest.target_path, "float32", device)
-    store.require(draft.spec.inputs.aux_layers, target.fingerprint)
-    evaluator = measure_acceptance(draft, store, indices, settings, str(target.device))
-    same = cycles = accepted = responses = tokens = 0
-    plain_seconds = draft_seconds = 0.0
-    for index in indices:
-        features = store.read(index, ())
-        for first, end in spans(features.response_mask):
-            prompt, length = features.tokens[:first].tolist(), end - first
-            before = time.perf_counter()
-            plain = decode_plain(target, prompt, length)
-            between = time.perf_counter()
-            decoded = decode_speculative(target, draft, prompt, length, settings.draft_length)
-            plain_seconds += between - before
-            draft_seconds += time.perf_counter() - between
-            same += decoded.tokens == plain
-            cycles, accepted = cycles + len(decoded.accepted), accepted + sum(decoded.accepted)
-            responses, tokens = responses + 1, tokens + len(plain)
-    rates = (tokens / max(seconds, 1e-9) for seconds in (plain_seconds, draft_seconds))
-    return DecodingCheck(responses, same, cycles, accepted, evaluator, *rates)
 
 
 def _require_same(out: Path, record: dict[str, Any]) -> None:

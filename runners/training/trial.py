@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Measurement:
 
     ``draft`` is the architecture's hash, ``dtype`` what training multiplied in. ``seconds`` is training time alone,
     ``peak_memory`` the process's peak bytes (see ``peak_memory``), with several workers that of the largest.
+    ``finished`` is when it was measured, in seconds since 1970; 0 in records that do not tell.
     """
 
     draft: str
@@ -73,6 +74,7 @@ class Measurement:
     seconds: float
     tokens_per_second: float
     peak_memory: int
+    finished: float = field(default=0.0, compare=False)
 
     @property
     def length(self) -> float:
@@ -123,6 +125,7 @@ def run_rung(
         seconds=round(seconds, 2),
         tokens_per_second=round(tokens / max(seconds, 1e-9), 1),
         peak_memory=max(workers.gather([peak_memory(device)])),
+        finished=workers.ask_first(time.time),
     )
     return workers.ask_first(lambda: _record(task, trainer.draft, store, [*done, measurement]))
 
