@@ -2,7 +2,7 @@
 
 import typer
 
-from runners.commands import drafts, features, searches, specs
+from runners.commands import drafts, features, searches, specs, speed
 from runners.display.console import Commands
 
 app = typer.Typer(
@@ -15,7 +15,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (specs, features, searches, drafts):
+for group in (specs, features, speed, searches, drafts):
     app.add_typer(group.app)
 
 
