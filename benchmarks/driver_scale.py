@@ -31,9 +31,10 @@ from train_step import SMOLLM2
 
 from runners.display.live import LiveTable, Pace, PlainLines, Watching, view_of
 from runners.features.store import FeatureStore
+from runners.provenance import hardware
 from runners.search.driver import Search
 from runners.search.executor import Event, Executor, Failure, Finished, Started
-from runners.search.report import hardware, write_leaderboard
+from runners.search.leaderboard import write_leaderboard
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
 from runners.search.study import Study
@@ -266,7 +267,7 @@ def measure(options: argparse.Namespace, trials: int) -> dict[str, Any]:
         search = Search(folder, file, store, executor, windows)
         if options.no_pruning:  # asked all the same, so that it costs what it costs
             weak = search.study._is_weak
-            search.study._is_weak = lambda value, step: weak(value, step) and False  # type: ignore[method-assign]
+            search.study._is_weak = lambda *told: weak(*told) and False  # type: ignore[method-assign]
         _watch(sections, type(executor))
         load = os.getloadavg()[0]
         windows.mark(0)

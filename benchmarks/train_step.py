@@ -22,7 +22,7 @@ from archspec.presets import load_preset
 from archspec.resolve import resolve
 from runners.features.frozen import FrozenWeights
 from runners.features.store import FeatureStore
-from runners.search.report import hardware
+from runners.provenance import hardware
 from runners.training.batches import Batch
 from runners.training.settings import TrainSettings
 from runners.training.trainer import Trainer

@@ -1,6 +1,6 @@
-"""Cheap predicates on a candidate, checked before anything is trained."""
+"""Predicates on a candidate: cheap ones, checked before anything is trained, and those on what was measured."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,8 +9,10 @@ from archspec.cost import draft_params, flops_per_token, trainable_params, weigh
 from archspec.resolve import ResolvedSpec
 from archspec.schema import Closed
 from archspec.servable import ENGINES, EngineName
+from archspec.speedup import Times
 
 Positive = Annotated[float, Field(gt=0)]
+MEASURED = ("speedup", "acceptance_length", "acceptance_rate")
 
 
 class Bound(Closed):
@@ -36,42 +38,56 @@ class ByteBound(Closed):
 
 
 class Constraints(Closed):
-    """Bounds on what ``archspec.cost`` counts, and the engines that must serve the draft.
+    """Bounds on what ``archspec.cost`` counts, on the time of a draft step, on engines, and on what was measured.
 
-    ``params`` are those that the draft adds beside the target.
+    ``params`` are those that the draft adds beside the target; ``draft_ms`` comes from the search's times. The bounds
+    named in ``MEASURED`` are checked whenever a candidate was measured, all others before it is trained.
     """
 
     params: Bound | None = None
     trainable_params: Bound | None = None
     flops_per_token: Bound | None = None
     bytes: ByteBound | None = None
+    draft_ms: Bound | None = None
     servable_by: tuple[EngineName, ...] = ()
+    speedup: Bound | None = None
+    acceptance_length: Bound | None = None
+    acceptance_rate: Bound | None = None
 
-    def margins(self, spec: ResolvedSpec) -> dict[str, float]:
+    def margins(self, spec: ResolvedSpec, times: Times | None = None) -> dict[str, float]:
         """How far ``spec`` is beyond each constraint, relative to its bound; 0 or less is feasible.
 
-        Beyond an engine is how many fields it cannot serve.
-
-        The values suit ``optuna.Trial.set_constraint``.
+        Beyond an engine is how many fields it cannot serve. The values suit ``optuna.Trial.set_constraint``.
         """
-        return {name: max(over for over, _ in sides) for name, sides in self._sides(spec)}
+        return {name: max(over for over, _ in sides) for name, sides in self._sides(spec, times)}
 
-    def violations(self, spec: ResolvedSpec) -> dict[str, float]:
+    def violations(self, spec: ResolvedSpec, times: Times | None = None) -> dict[str, float]:
         """The margins of the constraints that ``spec`` breaks."""
-        return {name: over for name, over in self.margins(spec).items() if over > 0}
+        return {name: over for name, over in self.margins(spec, times).items() if over > 0}
 
-    def reason(self, spec: ResolvedSpec) -> str | None:
+    def reason(self, spec: ResolvedSpec, times: Times | None = None) -> str | None:
         """Which constraints ``spec`` breaks, for people; None if it breaks none."""
-        broken = [rule for name, sides in self._sides(spec) for over, rule in sides if over > 0]
+        broken = [rule for _, sides in self._sides(spec, times) for over, rule in sides if over > 0]
         return "; ".join(broken) or None
 
-    def _sides(self, spec: ResolvedSpec) -> Iterator[tuple[str, list[tuple[float, str]]]]:
+    def measured_margins(self, values: Mapping[str, float]) -> dict[str, float]:
+        """As ``margins``, of the bounds on what was measured; ``values`` by the names in ``MEASURED``."""
+        bounds = {name: getattr(self, name) for name in MEASURED}
+        return {
+            name: max(over for over, _ in _beyond(name, values[name], bound))
+            for name, bound in bounds.items()
+            if bound is not None
+        }
+
+    def _sides(self, spec: ResolvedSpec, times: Times | None) -> Iterator[tuple[str, list[tuple[float, str]]]]:
         """Each constraint's name, and for each of its bounds how far beyond it ``spec`` is, and in words."""
-        counts: dict[str, tuple[Bound | None, Callable[[ResolvedSpec], int]]] = {
+        counts: dict[str, tuple[Bound | None, Callable[[ResolvedSpec], float]]] = {
             "params": (self.params, draft_params),
             "trainable_params": (self.trainable_params, trainable_params),
             "flops_per_token": (self.flops_per_token, flops_per_token),
         }
+        if times is not None:
+            counts["draft_ms"] = (self.draft_ms, times.draft_ms)
         for name, (bound, count) in counts.items():
             if bound is not None:
                 yield name, _beyond(name, count(spec), bound)
@@ -83,12 +99,17 @@ class Constraints(Closed):
             yield f"servable_by.{name}", [(float(len(limits)), f"{name} cannot serve {'; '.join(map(str, limits))}")]
 
 
-def _beyond(what: str, value: int, bound: Bound) -> list[tuple[float, str]]:
+def _beyond(what: str, value: float, bound: Bound) -> list[tuple[float, str]]:
     sides = []
     if bound.max is not None:
-        rule = f"{what}: {value:,} is above the greatest allowed, {bound.max:,.0f}"
+        rule = f"{what}: {_figure(value)} is above the greatest allowed, {_figure(bound.max)}"
         sides.append(((value - bound.max) / bound.max, rule))
     if bound.min is not None:
-        rule = f"{what}: {value:,} is below the least allowed, {bound.min:,.0f}"
+        rule = f"{what}: {_figure(value)} is below the least allowed, {_figure(bound.min)}"
         sides.append(((bound.min - value) / bound.min, rule))
     return sides
+
+
+def _figure(value: float) -> str:
+    """``40,000,000`` or ``1.84``."""
+    return f"{value:,.0f}" if value == round(value) or value >= 1000 else f"{value:.4g}"

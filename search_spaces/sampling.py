@@ -4,6 +4,7 @@ import copy
 import hashlib
 import itertools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from archspec.facts import TargetFacts
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.schema import Document, dotted
 from archspec.spec import DraftSpec
+from archspec.speedup import Times
 from search_spaces.constraints import Constraints
 from search_spaces.domains import Domain, Label, Range
 from search_spaces.naming import candidate_name
@@ -123,9 +125,17 @@ def locate(
 
 
 def require_feasible(
-    space: Space, facts: TargetFacts, fixed: Mapping[str, Any] | None = None, constraints: Constraints | None = None
+    space: Space,
+    facts: TargetFacts,
+    fixed: Mapping[str, Any] | None = None,
+    constraints: Constraints | None = None,
+    times: Times | None = None,
 ) -> None:
     """Make sure that the space can yield a draft for this target, by trying all of a small space or many draws.
+
+    Where many draws break the constraints, a draft that keeps them is looked for from the least of every choice and
+    from the nearest draw, one choice at a time. ``times`` are what bounds on time are held against; without them such
+    bounds are not checked.
 
     Raises:
         ArchspecError: it cannot; the message gives the most frequent reason, or of drafts that break constraints the
@@ -133,24 +143,87 @@ def require_feasible(
     """
     fixed = fixed or {}
     reasons: Counter[str] = Counter()
-    beyond: list[tuple[float, str]] = []
+    beyond: list[tuple[float, str, dict[str, Label]]] = []
     for choose in _choosers(space, fixed):
+        chosen: dict[str, Label] = {}
         try:
-            spec = _draw(space, choose, facts, fixed).spec
+            spec = _draw(space, partial(_remembered, chosen, choose), facts, fixed).spec
         except Infeasible as error:
             reasons[error.reason] += 1
             continue
-        reason = constraints.reason(spec) if constraints else None
+        reason = constraints.reason(spec, times) if constraints else None
         if constraints is None or reason is None:
             return
-        beyond.append((sum(constraints.violations(spec).values()), reason))
+        beyond.append((sum(constraints.violations(spec, times).values()), reason, chosen))
+    nearest: tuple[float, str] = (math.inf, "")
+    if constraints is not None and beyond:
+        drawn = min(beyond, key=lambda draw: draw[0])
+        nearest = min(_nearest(space, facts, fixed, constraints, times, start) for start in ({}, drawn[2]))
+        if not nearest[0]:
+            return
     deepest = {"depth": space.greatest_depth} if "depth" in space.choices else {}
     apply_overrides(space.base, dict(fixed) | deepest, "fixed")
     tried = f"no draft of the space can be used: of {reasons.total() + len(beyond)} drawn,"
     if beyond:
-        raise ArchspecError(f"{tried} {len(beyond)} break the constraints, the nearest one as {min(beyond)[1]}")
+        raise ArchspecError(f"{tried} {len(beyond)} break the constraints, the nearest one as {nearest[1]}")
     reason, count = reasons.most_common(1)[0]
     raise ArchspecError(f"{tried} {count} failed because {reason}")
+
+
+def _nearest(
+    space: Space,
+    facts: TargetFacts,
+    fixed: Mapping[str, Any],
+    constraints: Constraints,
+    times: Times | None,
+    start: Mapping[str, Label],
+) -> tuple[float, str]:
+    """How far beyond the constraints the draft is that descent finds, and in words; it changes one choice at a time.
+
+    It begins with the choices of ``start``, and where every other number is least. What bounds count falls with most
+    choices whatever the others are, so that the end is nearly always the draft that comes nearest; a second start is
+    for choices that help only together, such as a hidden size of its own and a trained embedding.
+    """
+    chosen = dict(start)
+    domains: dict[str, Domain] = {}
+
+    def choose(name: str, domain: Domain) -> Label:
+        domains[name] = domain
+        return chosen.setdefault(name, domain.low if isinstance(domain, Range) else domain.labels()[0])
+
+    def beyond() -> tuple[float, str]:
+        try:
+            spec = _draw(space, choose, facts, fixed).spec
+        except Infeasible as error:
+            return math.inf, error.reason
+        return sum(constraints.violations(spec, times).values()), constraints.reason(spec, times) or ""
+
+    best, better = beyond(), True
+    while better and best[0] > 0:
+        better = False
+        for name, domain in list(domains.items()):
+            for label in _tried(domain):
+                before, chosen[name] = chosen[name], label
+                found = beyond()
+                if found[0] < best[0]:
+                    best, better = found, True
+                else:
+                    chosen[name] = before
+    return best
+
+
+def _tried(domain: Domain) -> Sequence[Label]:
+    """Every label of a set, or some 30 of a range, both ends among them."""
+    if not isinstance(domain, Range):
+        return domain.labels()
+    if domain.size is None:
+        return domain.low, domain.high
+    labels = domain.labels()
+    return *labels[:: max(1, len(labels) // 30)], labels[-1]
+
+
+def _remembered(chosen: dict[str, Label], choose: Chooser, name: str, domain: Domain) -> Label:
+    return chosen.setdefault(name, choose(name, domain))
 
 
 def _suggest(trial: "optuna.trial.BaseTrial", name: str, domain: Domain) -> Label:

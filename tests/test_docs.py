@@ -147,14 +147,17 @@ def test_every_choice_of_a_word_is_named() -> None:
 
 def test_every_leaderboard_column_is_documented() -> None:
     from runners.search.driver import Search
-    from runners.search.report import _row
-    from runners.search.study import Record
+    from runners.search.leaderboard import _row
+    from runners.search.record import Record
+    from runners.search.scores import Scorer
 
     file = Document.parse(next(text for info, text in blocks(page("search.md")) if info == "yaml search"), "docs")
     spec = load_preset("eagle3")
     store = SimpleNamespace(fingerprint="", manifest=SimpleNamespace(text_origin="own"))
-    search = cast("Search", SimpleNamespace(file=file.validate(SearchFile), store=store))
-    columns = _row(search, Record(0, Candidate(resolve(spec, SMOLLM2), spec, {}), None), None)
+    loaded = file.validate(SearchFile)
+    study = SimpleNamespace(scorer=Scorer(loaded, None))
+    search = cast("Search", SimpleNamespace(file=loaded, store=store, study=study))
+    columns = _row(search, Record(0, Candidate(resolve(spec, SMOLLM2), spec, {}), None), None, on_front=False)
     named = {name for name in columns if not re.fullmatch(r"alpha_[1-9]", name)}
     assert keys(section(page("search.md"), "## Leaderboard")) == named
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ARROW = ("archspec", "search_spaces", "runners", "cli")
-INNER_ARROW = ("features", "training", "serving", "search", "display", "commands")
+INNER_ARROW = ("features", "training", "speed", "serving", "search", "display", "commands")
 RAY_FILES = "runners/search/ray_"
 
 

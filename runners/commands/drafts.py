@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from archspec.errors import ArchspecError
+from archspec.schema import Document
 from runners.display.console import hint, make_console, print_json, show_all
 from runners.display.options import (
     DeviceOption,
@@ -72,10 +73,18 @@ def evaluate(
     target: TargetOption = None,
     draft_length: LengthOption = 4,
     sampled: Annotated[bool, typer.Option("--sampled", help="The draft samples instead of taking its argmax.")] = False,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of serving; by default the text's.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of serving; by default the text's.")] = None,
     holdout: Annotated[
         float | None, typer.Option(help="Share of conversations to measure on; by default those held out in training.")
     ] = None,
     decode: Annotated[int, typer.Option(min=0, help="Also decode so many held-out conversations for real.")] = 0,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="Decode with a draft tree too: 4x2x1 (children at each depth), or 4,4,16 (steps, topk, tokens)."
+        ),
+    ] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -84,16 +93,33 @@ def evaluate(
     from runners.features.store import FeatureStore
     from runners.training import single
     from runners.training.acceptance import measure_acceptance
+    from runners.training.decoding_check import check_decoding
     from runners.training.device import pick_device
-    from runners.training.settings import EvalSettings
+    from runners.training.settings import EvalSettings, TreeSettings
 
+    shape = None if tree is None else TreeSettings.parse(tree)
+    if shape is not None and not decode:
+        raise ArchspecError(f"--tree {tree}: a tree is measured by decoding; add --decode 8")
     store = FeatureStore.open(features)
     loaded, heldout = single.open_draft(draft, store), single.heldout(draft, store, holdout)
-    settings = EvalSettings(draft_length=draft_length, draft="sampled" if sampled else "greedy")
+    kind = "sampled" if sampled else "greedy"
+    written = {"draft_length": draft_length, "draft": kind, "temperature": temperature, "top_p": top_p}
+    settings = Document(written, "eval").validate(EvalSettings)
     record = measure_acceptance(loaded, store, heldout, settings, pick_device(device)).as_dict()
     check = None
     if decode:
-        check = single.check_decoding(loaded, target, store, heldout[:decode], draft_length, pick_device(device))
+        check = check_decoding(
+            loaded,
+            target,
+            store,
+            heldout[:decode],
+            draft_length,
+            pick_device(device),
+            temperature=temperature,
+            top_p=top_p,
+            tree=shape,
+            sample_draft=sampled,
+        )
     if as_json:
         return print_json({"acceptance": record, "decoding": check.as_dict() if check else None})
     show_all(tables.acceptance_table(record), "", tables.categories_table(record))

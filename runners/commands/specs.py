@@ -111,7 +111,7 @@ def diff(
 
 @app.command(epilog="Example:  archspec schema search > search.schema.json")
 def schema(
-    kind: Annotated[str, typer.Argument(help="spec, space, search, resolved-spec or best-config.")] = "search",
+    kind: Annotated[str, typer.Argument(help="spec, space, search, profile, resolved-spec or best-config.")] = "search",
 ) -> None:
     """Print the JSON Schema of a kind of file, for editors and scripts."""
     from runners.search import kinds

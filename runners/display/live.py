@@ -17,13 +17,14 @@ from rich.live import Live
 from rich.text import Text
 
 from archspec.files import write_json
+from runners.display.outcome import outcome
 from runners.display.status import PROGRESS_FILE
 from runners.display.view import Row, Running, View, clock, interval, render
 from runners.search.driver import Search
 from runners.search.executor import Event, Failure, Finished, Progress, Started
-from runners.search.report import leaderboard_rows, write_leaderboard
+from runners.search.leaderboard import leaderboard_rows, write_leaderboard
+from runners.search.record import Record
 from runners.search.result import BestConfig
-from runners.search.study import Record
 from runners.training.trial import Measurement, RungTask
 
 PROGRESS_SECONDS = 2.0
@@ -74,13 +75,21 @@ class Pace:
         if not self._trained or self.elapsed < 1:
             return None
         rate, file, records = self._trained / self.elapsed, search.file, search.study.records
-        full, closed = file.budget.rungs[-1], [r for r in records.values() if r.state != "running" and r.measurements]
-        usual = statistics.fmean(r.measurements[-1].tokens for r in closed) if closed else full
-        under_way = sum(max(0.0, max(usual, r.goal) - r.tokens) for r in self.running.values() if not r.seed_offset)
-        new = 0.0 if search.exhausted else max(0, file.budget.trials - len(records)) * usual
+        plan = file.plan
+        to_begin = 0 if search.exhausted else max(0, plan.trials - len(records))
+        full, closed = plan.rungs[-1], [r for r in records.values() if r.state != "running" and r.measurements]
+        if plan.keep is None:
+            usual = statistics.fmean(r.measurements[-1].tokens for r in closed) if closed else full
+            under_way = sum(max(0.0, max(usual, r.goal) - r.tokens) for r in self.running.values() if not r.seed_offset)
+        else:
+            usual = plan.rungs[0]
+            done = {number: record.measurements[-1].tokens for number, record in records.items() if record.measurements}
+            done |= {r.trial: r.tokens for r in self.running.values() if not r.seed_offset}
+            under_way = max(0.0, plan.stage_tokens - (plan.trials - len(records)) * usual - sum(done.values()))
+        new = to_begin * usual
         if file.budget.hours is not None:
             new = min(new, max(0.0, file.budget.hours * 3600 - self.elapsed) * rate)
-        repeats = full * (file.budget.seeds - 1) * min(file.budget.finalists, max(1, len(records)))
+        repeats = full * (plan.seeds - 1) * min(plan.finalists, len(records) + to_begin)
         repeats -= sum(m.tokens for record in records.values() for m in record.repeats)
         repeats -= sum(r.tokens for r in self.running.values() if r.seed_offset)
         return (under_way + new + max(0.0, repeats)) / rate
@@ -94,14 +103,16 @@ def view_of(search: Search, pace: Pace) -> View:
     """The search as it stands in this process."""
     running = {r.trial: r for r in pace.running.values()}
     rows = tuple(Row.of(row, running.get(row["trial"])) for row in leaderboard_rows(search))
-    budget, objective = search.file.budget, search.file.objective
+    plan, objective = search.file.plan, search.file.objective
     return View(
         title=str(search.folder.path),
         rows=rows,
-        trials=max(budget.trials, len(rows)) if not search.exhausted else len(rows),
-        rungs=budget.rungs,
+        trials=max(plan.trials, len(rows)) if not search.exhausted else len(rows),
+        rungs=plan.rungs,
         confidence=objective.confidence,
         proxy=search.store.manifest.text_origin != "own",
+        followed=objective.followed,
+        objectives=objective.directions,
         elapsed=pace.elapsed,
         left=pace.left(search),
     )
@@ -232,21 +243,27 @@ def describe(search: Search, record: Record, event: Event) -> str:
         return f"{who}: {rung} {event.result.kind}: {event.result.reason}{again}"
     proxy = " (proxy)" if search.store.manifest.text_origin != "own" else ""
     told = event.result.acceptance
-    fate = {"pruned": "; stopped", "complete": "; done"}.get(record.state, "") if not offset else ""
+    fates = {"pruned": "; stopped", "complete": "; done"}
+    if not search.goes_on(task.at(task.rung + 1)):
+        fates["running"] = "; waits for its stage to end"
     measured = f"acceptance length{proxy} {event.result.length:.4f} {interval(told['low'], told['high'])}"
+    predicted = search.study.scorer.speedup(record, event.result)
+    if predicted is not None:
+        measured += f", speed-up{proxy} {predicted.value:.3f} at k = {predicted.k}"
+    fate = fates.get(record.state, "") if not offset else ""
     return f"{who}: {rung}, {measured}, {event.result.tokens_per_second:,.0f} tokens/s{fate}"
 
 
 def summary(search: Search, best: BestConfig, width: int) -> list[RenderableType]:
-    """What is shown when a search ends: the leaderboard, the verdict, and where everything lies."""
+    """What is shown when a search ends: the leaderboard, what it rests on, the verdict, and where everything lies."""
     pace = Pace()
     view = replace(view_of(search, pace), elapsed=time.monotonic() - search.started, left=None)
     folder = search.folder
-    paths = (folder.best_config, folder.best, folder.leaderboard)
+    paths = (folder.best_config, folder.best, folder.leaderboard, folder.pareto)
     return [
         render(view, width),
         "",
-        Text(best.verdict.text, style="bold"),
+        *outcome(best),
         Text("\n".join(map(str, paths)), style="dim"),
     ]
 

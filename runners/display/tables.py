@@ -13,9 +13,10 @@ from archspec.presets import load_preset, preset_names, preset_text
 from archspec.resolve import ResolvedSpec
 from archspec.servable import verdicts
 from archspec.spec import LayerSpec
-from runners.display.view import PROXY, interval
+from runners.display.view import interval
 
 MISSING = "—"
+FOREIGN = "the text was not written by the target"
 
 
 def presets() -> list[dict[str, Any]]:
@@ -105,18 +106,23 @@ def cost_difference_table(a: ResolvedSpec, b: ResolvedSpec) -> Table:
 
 
 def acceptance_table(record: Mapping[str, Any]) -> RenderableType:
-    """Acceptance of one draft, overall and by draft step. Rates are shares of cycles, lengths tokens a cycle."""
-    proxy = "" if record["own_text"] else " (proxy)"
+    """Acceptance of one draft, overall and by draft step. Rates are shares of cycles, lengths tokens a cycle.
+
+    Lengths go on beyond the draft steps of a cycle, as far as they were measured.
+    """
+    proxy = record.get("proxy", "" if record["own_text"] else FOREIGN)
     title = (
-        f"acceptance length{proxy} {record['length']:.4f} {interval(record['low'], record['high'])}, "
-        f"rate {record['rate']:.4f}: {record['draft']} draft, {record['cycles']:,.0f} cycles, "
+        f"acceptance length{' (proxy)' * bool(proxy)} {record['length']:.4f} "
+        f"{interval(record['low'], record['high'])}, rate {record['rate']:.4f}: {record['draft']} draft"
+        f"{_sampling(record)}, {record['cycles']:,.0f} cycles, "
         f"{record['conversations']} conversations, {record['response_tokens']:,} response tokens"
     )
     table = _table("draft step", "given those before", "of all cycles", "length with so many", right=(1, 2, 3))
-    steps = zip(record["conditional"], record["per_position"], record["length_by_k"], strict=True)
-    for step, figures in enumerate(steps):
-        table.add_row(str(step), *(f"{figure:.4f}" for figure in figures))
-    return Group(Text(title, style="bold"), table, *([] if record["own_text"] else [Text(PROXY, style="yellow")]))
+    columns = (record["conditional"], record["per_position"], record["length_by_k"])
+    for step, figures in enumerate(itertools.zip_longest(*columns)):
+        table.add_row(str(step), *(MISSING if figure is None else f"{figure:.4f}" for figure in figures))
+    note = [Text(f"proxy: {proxy}, so acceptance is only an indication", style="yellow")] if proxy else []
+    return Group(Text(title, style="bold"), table, *note)
 
 
 def categories_table(record: Mapping[str, Any]) -> Table:
@@ -128,21 +134,26 @@ def categories_table(record: Mapping[str, Any]) -> Table:
 
 
 def decoding_table(check: Mapping[str, Any]) -> RenderableType:
-    """The real decoding loop beside the evaluator, on the same responses."""
-    evaluator, same = check["evaluator"], f"{check['same_text']} of {check['responses']}"
-    table = _table("real decoding", "cycles", "accepted", "length", "tokens/s", right=(1, 2, 3, 4))
-    table.add_row(
-        "speculative loop",
-        f"{check['cycles']:,}",
-        f"{check['accepted']:,}",
-        f"{check['length']:.4f}",
-        f"{check['draft_tokens_per_second']:,.1f}",
-    )
+    """The real decoding loop beside the evaluator and beside plain decoding, on the same responses."""
+    columns = ("real decoding", "cycles", "accepted", "length", "ms a cycle", "tokens/s", "speed-up")
+    table = _table(*columns, right=tuple(range(1, len(columns))))
+    chain = {**check, "tokens_per_second": check["draft_tokens_per_second"]}
+    for timed in (chain, *([check["tree"]] if check["tree"] else [])):
+        table.add_row(
+            timed["shape"],
+            f"{timed['cycles']:,}",
+            f"{timed['accepted']:,}",
+            f"{timed['length']:.4f}",
+            f"{timed['milliseconds_per_cycle']:.1f}",
+            f"{timed['tokens_per_second']:,.1f}",
+            f"{timed['speedup']:.3f} [{timed['speedup_low']:.3f}, {timed['speedup_high']:.3f}]",
+        )
+    evaluator = check["evaluator"]
     cycles = evaluator["cycles"]
     accepted = (evaluator["length"] - 1) * cycles
-    table.add_row("evaluator", f"{cycles:,.0f}", f"{accepted:,.0f}", f"{evaluator['length']:.4f}", "")
-    table.add_row("plain decoding", "", "", "", f"{check['plain_tokens_per_second']:,.1f}")
-    return Group(table, f"{same} texts equal plain greedy decoding")
+    table.add_row("evaluator of the chain", f"{cycles:,.0f}", f"{accepted:,.0f}", f"{evaluator['length']:.4f}")
+    table.add_row("plain decoding", "", "", "", "", f"{check['plain_tokens_per_second']:,.1f}", "1")
+    return Group(table, *map(Text, _same_texts(check)))
 
 
 def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
@@ -150,6 +161,24 @@ def _table(*columns: str, right: tuple[int, ...] = ()) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index in right else "left")
     return table
+
+
+def _sampling(record: Mapping[str, Any]) -> str:
+    """How the target is sampled, where it is."""
+    if not record.get("temperature"):
+        return ""
+    top_p = "" if record["top_p"] == 1 else f", top-p {record['top_p']:g}"
+    return f" at temperature {record['temperature']:g}{top_p}"
+
+
+def _same_texts(check: Mapping[str, Any]) -> Iterator[str]:
+    """How far the texts are those of plain decoding, one line for each shape."""
+    if check["same_text"] is None:
+        yield f"{check['responses']} texts in each way, drawn{_sampling(check)}"
+        return
+    yield f"{check['same_text']} of {check['responses']} texts equal plain greedy decoding"
+    if check["tree"]:
+        yield f"{check['tree']['same_text']} of {check['responses']} with the tree"
 
 
 def _part(name: str) -> str:

@@ -8,10 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runners.search.objective import Direction, ObjectiveName
+
 BAR_WIDTH = 8
 NARROW = 105
 OTHER_WIDTH = {False: 90, True: 76}  # what the columns beside the draft's name need
 WHERE_WIDTH, LEAST_WITH_WHERE = 20, 100
+SPEEDUP_WIDTH = 13
 PROXY = "proxy: the text was not written by the target, so acceptance is only an indication"
 
 
@@ -47,6 +50,10 @@ READ_COLUMNS = frozenset(
         "state",
         "rungs",
         "train_tokens",
+        "value",
+        "speedup",
+        "best_k",
+        "pareto",
         "acceptance_length",
         "low",
         "high",
@@ -61,7 +68,10 @@ READ_COLUMNS = frozenset(
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture as a leaderboard row tells it, with what it is doing now."""
+    """One architecture as a leaderboard row tells it, with what it is doing now.
+
+    ``value`` is the followed objective's; ``pareto`` whether no other architecture is better in every objective.
+    """
 
     rank: int | None
     trial: int
@@ -70,6 +80,10 @@ class Row:
     state: str
     rungs: int
     tokens: int
+    value: float | None
+    speedup: float | None
+    best_k: int | None
+    pareto: bool
     length: float | None
     low: float | None
     high: float | None
@@ -90,6 +104,10 @@ class Row:
             state=row["state"],
             rungs=int(row["rungs"]),
             tokens=int(row["train_tokens"]),
+            value=_number(row["value"]),
+            speedup=_number(row["speedup"]),
+            best_k=int(row["best_k"]) if row["best_k"] else None,
+            pareto=str(row["pareto"]) == "True",
             length=_number(row["acceptance_length"]),
             low=_number(row["low"]),
             high=_number(row["high"]),
@@ -103,7 +121,10 @@ class Row:
 
 @dataclass(frozen=True)
 class View:
-    """A search at one moment. ``left`` are estimated seconds; ``note`` says what is not to be seen in the rows."""
+    """A search at one moment. ``left`` are estimated seconds; ``note`` says what is not to be seen in the rows.
+
+    ``objectives`` are by name ``maximize`` or ``minimize``, ``followed`` the one that ranks.
+    """
 
     title: str
     rows: tuple[Row, ...]
@@ -111,6 +132,8 @@ class View:
     rungs: tuple[int, ...]
     confidence: float
     proxy: bool
+    followed: ObjectiveName
+    objectives: Mapping[ObjectiveName, Direction]
     elapsed: float | None = None
     left: float | None = None
     note: str = ""
@@ -124,8 +147,9 @@ class View:
     def best(self) -> Row | None:
         """The first of those that came to the end, else the best at the highest rung that any has reached."""
         ranked = [row for row in self.rows if row.rank == 1]
-        measured = [row for row in self.rows if row.length is not None]
-        return ranked[0] if ranked else max(measured, key=lambda row: (row.rungs, row.length), default=None)
+        sign = 1 if self.objectives[self.followed] == "maximize" else -1
+        measured = [(row.rungs, sign * row.value, -row.trial, row) for row in self.rows if row.value is not None]
+        return ranked[0] if ranked else max(measured, default=(None,))[-1]
 
 
 def render(view: View, width: int, height: int | None = None) -> RenderableType:
@@ -134,6 +158,8 @@ def render(view: View, width: int, height: int | None = None) -> RenderableType:
     room = len(rows) if height is None else max(3, height - 8 - view.proxy - bool(view.note))
     hidden = len(rows) - room
     parts: list[RenderableType] = [header(view), *([table(view, rows[:room], width)] if rows else [])]
+    if len(view.objectives) > 1 and any(row.pareto for row in rows):
+        parts.append(Text(f"  * on the Pareto set over {', '.join(view.objectives)}", style="dim"))
     if hidden > 0:
         parts.append(Text(f"  … and {hidden} more in leaderboard.csv", style="dim"))
     return Group(*parts)
@@ -161,12 +187,13 @@ def header(view: View) -> Text:
 def table(view: View, rows: Sequence[Row], width: int) -> Table:
     """One row for each architecture; narrow terminals lose the columns that matter least."""
     columns: dict[str, Column] = {
-        "#": ("right", lambda row: str(row.rank or "")),
+        "#": ("right", lambda row: f"{row.rank or ''}{'*' * (row.pareto and len(view.objectives) > 1)}"),
         "trial": ("right", lambda row: str(row.trial)),
         "draft": ("left", lambda row: row.name),
         "state": ("left", lambda row: _state(view, row)),
         "where": ("left", lambda row: (row.running.where if row.running else None) or ""),
         "tokens": ("right", _tokens),
+        "speed-up": ("right", _speedup),
         "length (proxy)" if view.proxy else "length": (
             "right",
             lambda row: "" if row.length is None else f"{row.length:.4f}",
@@ -177,6 +204,7 @@ def table(view: View, rows: Sequence[Row], width: int) -> Table:
         "tok/s": ("right", _speed),
     }
     dropped = {"seeds"} if all(row.seeds <= 1 for row in rows) else set()
+    dropped |= {"speed-up"} if all(row.speedup is None for row in rows) else set()
     dropped |= {"tok/s", "params"} if width < NARROW else set()
     places = [len(row.running.where) for row in rows if row.running and row.running.where]
     dropped |= set() if places and width >= LEAST_WITH_WHERE else {"where"}
@@ -184,12 +212,17 @@ def table(view: View, rows: Sequence[Row], width: int) -> Table:
     kept = {name: column for name, column in columns.items() if name not in dropped}
     where = min(WHERE_WIDTH, max(places, default=0))
     others = OTHER_WIDTH[width < NARROW] + 8 * view.proxy + (where + 2) * ("where" in kept)
+    others += SPEEDUP_WIDTH * ("speed-up" in kept)
     rooms = {"draft": max(16, width - others), "where": where}
     for name, (justify, _) in kept.items():
         shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=rooms.get(name))
     for row in rows:
         shown.add_row(*(cell(row) for _, cell in kept.values()), style=_style(row))
     return shown
+
+
+def _speedup(row: Row) -> str:
+    return "" if row.speedup is None else f"{row.speedup:.3f} k={row.best_k}"
 
 
 def _tokens(row: Row) -> str:
@@ -236,7 +269,8 @@ def interval(low: float | None, high: float | None) -> str:
 
 
 def _measure(row: Row) -> str:
-    return f"{row.length:.4f} {interval(row.low, row.high)}"
+    speed = f"speed-up {row.speedup:.3f} at k = {row.best_k}, length " if row.speedup is not None else ""
+    return f"{speed}{row.length:.4f} {interval(row.low, row.high)}"
 
 
 def clock(seconds: float) -> str:

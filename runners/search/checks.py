@@ -7,6 +7,7 @@ from archspec.resolve import resolve
 from archspec.schema import Document
 from runners.features.manifest import MANIFEST
 from runners.search.search_file import SearchFile
+from runners.search.times import open_times, profile_missing
 from runners.training.settings import TrainSettings
 from search_spaces import apply_overrides, require_feasible
 
@@ -20,6 +21,9 @@ def check_alone(file: SearchFile) -> None:
     if not file.data.conversations and not (file.features.path / MANIFEST).is_file():
         rule = f"{file.features.path} holds no feature store yet; name JSONL files to capture, or adopt a dump into it"
         raise ArchspecError(f"data.conversations: names no file, and {rule}")
+    if profile_missing(file) and file.runner.kind != "local":
+        rule = "no such profile; measure one with archspec profile on the machine that will serve"
+        raise ArchspecError(f"speed.profile: {file.speed and file.speed.profile}: {rule}")
     for path in file.data.conversations:
         if not path.is_file():
             raise ArchspecError(f"data.conversations: {path}: no such conversations file")
@@ -28,13 +32,14 @@ def check_alone(file: SearchFile) -> None:
 
 
 def check_fit(file: SearchFile, facts: TargetFacts) -> None:
-    """Check what the target's dimensions decide.
+    """Check what the target's dimensions decide; bounds on time only where the times are known already.
 
     Raises:
-        ArchspecError: a baseline does not fit or stands twice, or no draft of the space can be used.
+        ArchspecError: a baseline does not fit or stands twice, the times do not cover the search, or no draft of the
+            space can be used.
     """
     require_baselines(file, facts)
-    require_feasible(file.space, facts, file.fixed, file.constraints)
+    require_feasible(file.space, facts, file.fixed, file.constraints, open_times(file, facts))
 
 
 def require_baselines(file: SearchFile, facts: TargetFacts) -> None:

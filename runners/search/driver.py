@@ -1,5 +1,6 @@
 """The search: draw, submit, report, stop the weak, repeat the finalists with more seeds, write what was found."""
 
+import statistics
 import time
 from collections import deque
 from dataclasses import replace
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 from archspec.errors import ArchspecError
+from archspec.speedup import Times
 from runners.features.store import FeatureStore
 from runners.search.executor import Event, Executor, Failure, Finished, Progress
+from runners.search.record import Record
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
-from runners.search.study import Record, Study
+from runners.search.study import Study
 from runners.training.trial import Measurement, RungTask, read_metrics
 
 POLL_SECONDS = 0.5
@@ -32,10 +35,16 @@ class Search:
     """
 
     def __init__(
-        self, folder: RunFolder, file: SearchFile, store: FeatureStore, executor: Executor, watcher: Watcher
+        self,
+        folder: RunFolder,
+        file: SearchFile,
+        store: FeatureStore,
+        executor: Executor,
+        watcher: Watcher,
+        times: Times | None = None,
     ) -> None:
         self.folder, self.file, self.store, self.executor = folder, file, store, executor
-        self.study = Study(folder, file, store.facts)
+        self.study = Study(folder, file, store.facts, times)
         self.started = time.monotonic()
         self.in_flight: dict[tuple[int, int], RungTask] = {}
         self.waiting: deque[RungTask] = deque()
@@ -54,7 +63,7 @@ class Search:
         try:
             for record in self.study.adopt():
                 self._go_on(record)
-            while self._fill():
+            while self._fill() or self._promote():
                 self._pump()
             self._repeat_finalists()
         finally:
@@ -70,17 +79,27 @@ class Search:
     def ranking(self) -> list[Record]:
         """Completed records, best mean over seeds first.
 
-        Those with repeats stand before those without: a lucky single seed does not beat a mean over several.
+        Those that break a bound on what was measured stand last. Before them, records with repeats stand before those
+        without: a lucky single seed does not beat a mean over several.
         """
-        return sorted(self._complete(), key=lambda record: (bool(record.repeats), self.score(record)), reverse=True)
+        meets = self.study.scorer.meets
+        return sorted(self._complete(), key=lambda r: (meets(r), bool(r.repeats), self.gain(r)), reverse=True)
 
     def _complete(self) -> list[Record]:
         return [record for record in self.study.records.values() if record.state == "complete"]
 
-    def score(self, record: Record) -> float:
-        """The mean of the objective over a record's seeds, at its last rung."""
-        final = [record.measurements[-1], *record.repeats]
-        return sum(self.file.objective.value(m.acceptance) for m in final) / len(final)
+    def gain(self, record: Record) -> float:
+        """The mean of the followed objective over a record's seeds, turned so that more is better."""
+        return statistics.fmean(self.study.scorer.gains(record))
+
+    def _promote(self) -> bool:
+        """Send a funnel's next stage off; whether there is any."""
+        while promoted := self.study.promote():
+            self.waiting.extend(self._task(record, len(record.measurements)) for record in promoted)
+            self._begin_waiting()
+            if self.waiting or self.in_flight:
+                return True
+        return False
 
     def _fill(self) -> bool:
         """Begin what waits and then new trials, as long as there is room; whether any is in flight or waits.
@@ -124,7 +143,7 @@ class Search:
     def _may_begin(self) -> bool:
         hours = self.file.budget.hours
         in_time = hours is None or time.monotonic() - self.started < hours * 3600
-        return not self.exhausted and in_time and len(self.study.records) < self.file.budget.trials
+        return not self.exhausted and in_time and len(self.study.records) < self.file.plan.trials
 
     def _pump(self) -> None:
         for event in self.executor.wait(POLL_SECONDS):
@@ -155,7 +174,7 @@ class Search:
             self._count_failure(result)
         elif task.seed != self.file.seed:
             record.failed_repeats.pop(task.seed, None)  # of an earlier process
-            record.repeats.append(result)
+            record.repeats = sorted([*record.repeats, result], key=lambda m: m.seed)  # as a new process reads them
         else:
             self._failures_in_a_row = 0
             if self.study.report(record, result):
@@ -180,7 +199,7 @@ class Search:
         self.waiting.extend(
             self._repeat_task(record, offset)
             for record in self._finalists()
-            for offset in range(1, self.file.budget.seeds)
+            for offset in range(1, self.file.plan.seeds)
             if not read_metrics(self.folder.trial(record.number, offset))
         )
         while self.in_flight or self.waiting:
@@ -192,9 +211,11 @@ class Search:
 
         The best baseline is always among them: a mean over seeds is not to be compared with a single lucky run.
         """
-        value = self.file.objective.value
-        ordered = sorted(self._complete(), key=lambda record: value(record.measurements[-1].acceptance), reverse=True)
-        finalists = ordered[: self.file.budget.finalists]
+        scorer = self.study.scorer
+        ordered = sorted(
+            self._complete(), key=lambda r: (scorer.meets(r), scorer.gain(r, r.measurements[-1])), reverse=True
+        )
+        finalists = ordered[: self.file.plan.finalists]
         if not any(record.baseline for record in finalists):
             finalists += [record for record in ordered if record.baseline][:1]
         return finalists
@@ -208,12 +229,12 @@ class Search:
             holdout=self.file.data.holdout,
             train=self.file.train.model_copy(update=record.candidate.train),
             evaluate=self.file.objective,
-            rungs=self.file.budget.rungs,
+            rungs=self.file.plan.rungs,
             rung=rung,
             seed=self.file.seed,
         )
 
     def _repeat_task(self, record: Record, offset: int) -> RungTask:
-        total = self.file.budget.rungs[-1]
+        total = self.file.plan.rungs[-1]
         directory = self.folder.trial(record.number, offset)
         return replace(self._task(record, 0), directory=directory, rungs=(total,), seed=self.file.seed + offset)

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from archspec.errors import ArchspecError, nearest
 from archspec.facts import TargetFacts
+from archspec.profile import Profile
 from archspec.resolve import ResolvedSpec, resolve
 from archspec.schema import Document, dotted
 from archspec.servable import engine as engine_of
@@ -17,13 +18,14 @@ from runners.search.result import BestConfig
 from runners.search.search_file import SearchFile
 from search_spaces import Constraints, Space, require_feasible
 
-Kind = Literal["spec", "space", "search", "resolved-spec", "best-config"]
+Kind = Literal["spec", "space", "search", "resolved-spec", "best-config", "profile"]
 SCHEMAS: dict[Kind, type[BaseModel]] = {
     "spec": DraftSpec,
     "space": Space,
     "search": SearchFile,
     "resolved-spec": ResolvedSpec,
     "best-config": BestConfig,
+    "profile": Profile,
 }
 
 
@@ -93,6 +95,10 @@ def _check_fit(loaded: BaseModel, facts: TargetFacts, document: Document) -> Non
             require_feasible(loaded, facts)
         case SearchFile():
             check_fit(loaded, facts)
+        case Profile():
+            if loaded.target.facts != facts:
+                where = document.at(("target", "facts"))
+                raise ArchspecError(f"{where}: target.facts: the profile is of a target of other dimensions")
 
 
 def _check_servable(loaded: BaseModel, facts: TargetFacts | None, engine: str, document: Document) -> None:
@@ -104,6 +110,8 @@ def _check_servable(loaded: BaseModel, facts: TargetFacts | None, engine: str, d
         from runners.features.target import target_facts  # loads torch
 
         facts = target_facts(loaded.target.model, loaded.target.trust_remote_code)
+    if isinstance(loaded, Profile):
+        raise ArchspecError(f"{document.source}: a cost profile is of several drafts; check one's spec with --engine")
     if not isinstance(loaded, ResolvedSpec) and facts is None:
         raise ArchspecError(f"{document.source}: whether {engine} serves it depends on the target; give --target")
     match loaded:

@@ -11,10 +11,24 @@ class _Result(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Predicted(_Result):
+    """Predicted speed-up: the mean over seeds, and for the first seed the best k and the speed-up at every k.
+
+    ``draft_ms`` is one draft step in milliseconds, found as ``draft_source`` says.
+    """
+
+    speedup: float
+    k: int
+    by_k: dict[int, float]
+    draft_ms: float
+    draft_source: str
+
+
 class Metrics(_Result):
     """One architecture's figures. ``seed_lengths`` are acceptance lengths by seed; ``length`` is their mean.
 
-    ``low`` and ``high`` bound the first seed's length by a bootstrap over held-out conversations.
+    ``low`` and ``high`` bound the first seed's length by a bootstrap over held-out conversations. ``predicted`` is None
+    where the search has no times.
     """
 
     length: float
@@ -28,6 +42,7 @@ class Metrics(_Result):
     params: int
     trainable_params: int
     flops_per_token: int
+    predicted: Predicted | None = None
 
 
 class Standing(_Result):
@@ -38,13 +53,59 @@ class Standing(_Result):
     metrics: Metrics
 
 
-class Verdict(_Result):
-    """Whether the winner may be called better than the runner-up, and why."""
+class Rival(_Result):
+    """An architecture whose difference to the winner is no larger than seed noise."""
 
+    name: str
+    hash: str
+    margin: float
+    noise: float
+
+
+class Verdict(_Result):
+    """Whether the best by the followed objective may be called better than the others, and why.
+
+    ``inside`` are those that it cannot be told from, ``cheaper`` the cheapest of them and it; None if it is alone.
+    """
+
+    winner: str
+    objective: str
     sureness: Sureness
     margin: float | None
     noise: float | None
+    inside: list[Rival]
+    cheaper: str | None
     text: str
+
+
+class Pick(_Result):
+    """The architecture that is recommended, which ``best`` holds, and why."""
+
+    trial: int
+    name: str
+    hash: str
+    why: str
+
+
+class Decoded(_Result):
+    """One finalist decoded for real beside what was predicted for it.
+
+    ``draft`` says how: a chain's k, or a tree. ``comparable`` is whether the times are this machine's; the speed-up
+    that was ``measured`` has an interval by bootstrap over answers.
+    """
+
+    name: str
+    hash: str
+    draft: str
+    predicted: float | None
+    measured: float
+    low: float
+    high: float
+    length: float
+    expected_length: float | None
+    same_text: int | None
+    responses: int
+    comparable: bool
 
 
 class BestConfig(_Result):
@@ -54,7 +115,7 @@ class BestConfig(_Result):
     the draft, and ``not_held_by`` what each of the others lacks.
     """
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     name: str
     hash: str
     spec: dict[str, Any]
@@ -62,6 +123,14 @@ class BestConfig(_Result):
     train: dict[str, Any]
     metrics: Metrics
     verdict: Verdict
+    recommended: Pick
+    objectives: dict[str, str]
+    times: str | None
+    pareto: list[Standing]
+    agreement: list[dict[str, Any]]
+    seed_spread: dict[str, Any] | None
+    turned_away: dict[str, int]
+    decoded: list[Decoded]
     baselines: list[Standing]
     runners_up: list[Standing]
     seeds: list[int]

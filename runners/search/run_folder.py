@@ -37,13 +37,18 @@ class RunFolder:
         return self.path / "leaderboard.csv"
 
     @property
+    def pareto(self) -> Path:
+        """The Pareto set, the recommended pick and the hypervolume over time."""
+        return self.path / "pareto.json"
+
+    @property
     def best_config(self) -> Path:
-        """The winner."""
+        """The recommended draft."""
         return self.path / "best-config.json"
 
     @property
     def best(self) -> Path:
-        """The winner's spec and weights."""
+        """Its spec and weights."""
         return self.path / "best"
 
     def trial(self, number: int, seed_offset: int = 0) -> Path:

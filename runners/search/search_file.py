@@ -3,13 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from archspec.errors import ArchspecError
 from archspec.presets import load_spec
 from archspec.schema import Closed, ClosedFile, field_error
+from runners.search.objective import NEED_TIMES, DecodeSettings, Objective, SpeedSettings, default_objective
+from runners.search.plan import Budget, Plan, Stage, check_plan
 from runners.search.runner_settings import RunnerSettings
-from runners.training.settings import EvalSettings, Fraction, TrainSettings
+from runners.training.settings import Fraction, TrainSettings
 from search_spaces import Constraints, SpaceReference
 
 
@@ -53,42 +55,6 @@ class FeatureSettings(Closed):
     workers: PositiveInt = 1
 
 
-class Objective(EvalSettings):
-    """The one scalar that the search follows, and how it is measured."""
-
-    maximize: Literal["acceptance_length", "acceptance_rate"] = "acceptance_length"
-
-    def value(self, acceptance: dict[str, Any]) -> float:
-        """The objective's value in an acceptance record."""
-        return float(acceptance["length" if self.maximize == "acceptance_length" else "rate"])
-
-
-class Budget(Closed):
-    """How much may be spent. ``trials`` counts architectures that are trained, baselines included.
-
-    ``rungs`` are tokens per trial; after each the weaker ones stop, baselines never. The ``finalists`` best are trained
-    with ``seeds`` seeds in all. No new trial begins after ``hours``; one rung may take ``rung_minutes``.
-    """
-
-    trials: PositiveInt
-    rungs: tuple[PositiveInt, ...]
-    reduction: Annotated[int, Field(ge=2)] = 3
-    seeds: PositiveInt = 1
-    finalists: PositiveInt = 1
-    hours: PositiveFloat | None = None
-    rung_minutes: PositiveFloat | None = None
-    retries: NonNegativeInt = 1
-    max_failures_in_a_row: PositiveInt = 5
-
-    @model_validator(mode="after")
-    def _rungs_rise(self) -> Self:
-        if not self.rungs or list(self.rungs) != sorted(set(self.rungs)):
-            raise ValueError(
-                f"rungs must be rising token counts, for example [20e3, 60e3, 180e3], but are {list(self.rungs)}"
-            )
-        return self
-
-
 class SamplerSettings(Closed):
     """How candidates are drawn: Optuna's TPE (multivariate, grouped) or uniformly at random."""
 
@@ -120,18 +86,59 @@ class SearchFile(ClosedFile):
     fixed: dict[str, Any] = Field(default_factory=dict)
     baselines: tuple[Annotated[str, AfterValidator(_known_spec)], ...] = ("eagle3",)
     train: TrainSettings = TrainSettings()
-    objective: Objective = Objective()
+    objective: Objective = Objective(maximize=("acceptance_length",))
+    speed: SpeedSettings | None = None
     constraints: Constraints = Constraints()
-    budget: Budget
+    budget: Budget = Budget()
+    stages: tuple[Stage, ...] = ()
+    decode: DecodeSettings | None = None
     sampler: SamplerSettings = SamplerSettings()
     runner: RunnerSettings = RunnerSettings()
     seed: NonNegativeInt = 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_an_objective(cls, data: Any) -> Any:
+        return default_objective(data)
+
+    @property
+    def plan(self) -> Plan:
+        """How many candidates train for how long."""
+        return Plan.of(self.budget, self.stages)
+
     @model_validator(mode="after")
-    def _baselines_within_budget(self) -> Self:
-        if len(self.baselines) > self.budget.trials:
-            rule = f"{self.budget.trials} trials do not hold {len(self.baselines)} baselines, which count as trials"
-            raise field_error("budget.trials", f"{rule}; use at least {len(self.baselines)}")
+    def _one_plan(self) -> Self:
+        check_plan(self.budget, self.stages)
+        trials, place = self.plan.trials, "stages.0.candidates" if self.stages else "budget.trials"
+        if len(self.baselines) > trials:
+            rule = f"{trials} trials do not hold {len(self.baselines)} baselines, which count as trials"
+            raise field_error(place, f"{rule}; use at least {len(self.baselines)}")
+        if self.objective.mode == "multi" and self.stages:
+            raise field_error("objective.mode", "multi has rungs of its own; use budget.trials and rungs, not stages")
+        return self
+
+    @model_validator(mode="after")
+    def _times_where_needed(self) -> Self:
+        needed: list[tuple[str, str]] = [
+            ("objective", name) for name in self.objective.directions if name in NEED_TIMES
+        ]
+        bound = [name for name in sorted(NEED_TIMES) if getattr(self.constraints, name) is not None]
+        needed += [(f"constraints.{name}", name) for name in bound]
+        if self.speed is None:
+            if needed:
+                place, name = needed[0]
+                rule = "needs times; add speed: {profile: FILE} or speed: {accelerator: NAME}"
+                raise field_error(place, f"{name} {rule}")
+            if self.decode is not None:
+                rule = "needs the k to decode with and the prediction to compare; add speed: {profile: FILE}"
+                raise field_error("decode", rule)
+            return self
+        known = self.objective.longest
+        if self.speed.draft_lengths[1] > known:
+            rule = (
+                f"acceptance is measured up to {known}; raise objective.draft_length to {self.speed.draft_lengths[1]}"
+            )
+            raise field_error("speed.draft_lengths", rule)
         return self
 
     @model_validator(mode="after")
@@ -144,5 +151,7 @@ class SearchFile(ClosedFile):
     def must_not_change(self) -> dict[str, Any]:
         """What a resume must find as it was: all but how long the search goes on and where it runs."""
         places = {"target": {"device"}, "train": {"device", "threads"}, "features": {"path", "workers"}}
-        data = self.model_dump(mode="json", exclude={"runner": True, "budget": True, **places})
-        return data | {"budget.rungs": list(self.budget.rungs), "budget.reduction": self.budget.reduction}
+        later = {"runner": True, "budget": True, "stages": True, "decode": True}
+        data = self.model_dump(mode="json", exclude={**later, **places})
+        told = {"budget.rungs": list(self.plan.rungs), "budget.reduction": self.budget.reduction}
+        return data | told | {"stages": bool(self.stages)}

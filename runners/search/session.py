@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
 from archspec.files import exclusive, write_text
 from archspec.presets import load_spec
 from archspec.resolve import aux_layer_id
+from archspec.speedup import Times
 from runners.features.capture import capture
 from runners.features.conversations import read_conversations
 from runners.features.manifest import read_manifest
@@ -23,16 +24,19 @@ from runners.features.work import Workers
 from runners.search.checks import check_alone, check_fit
 from runners.search.driver import Search, Watcher
 from runners.search.executor import Executor
+from runners.search.leaderboard import write_leaderboard
 from runners.search.local import LocalExecutor
-from runners.search.report import write_leaderboard, write_provenance, write_results
+from runners.search.measuring import decode_finalists, measure_search_profile
+from runners.search.report import write_provenance, write_results
 from runners.search.resources import by_training_memory
 from runners.search.result import BestConfig
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile, TargetSettings
+from runners.search.times import open_times, profile_missing, times_identity
 from runners.search.worker import Shared
 from runners.training.device import compute_dtype, pick_device
 from runners.training.settings import TrainSettings
-from search_spaces import apply_overrides
+from search_spaces import apply_overrides, require_feasible
 
 if TYPE_CHECKING:
     from runners.search.ray_runner import RayExecutor
@@ -45,11 +49,15 @@ VERIFIED_BYTES = 50 * 10**9  # a minute or two of reading
 
 @dataclass(frozen=True)
 class Prepared:
-    """A search that can begin: its folder, its file, and a store that has every layer that a candidate may ask for."""
+    """A search that can begin: its folder, its file, a store that has every layer that a candidate may ask for.
+
+    ``times`` are what speed is reckoned with; None where the search asks for none.
+    """
 
     folder: RunFolder
     file: SearchFile
     store: FeatureStore
+    times: Times | None = None
 
 
 def prepare(
@@ -81,9 +89,39 @@ def prepare(
     store = open_features(file, facts, folder, report, on_progress)
     _verify(store, report)
     store.split(file.data.holdout)
+    times = _times(file, store, report)
+    _require_same_times(folder, times)
     if not resume:
         folder = RunFolder.begin(out, file)
-    return Prepared(folder, file, store)
+    return Prepared(folder, file, store, times)
+
+
+def _times(file: SearchFile, store: FeatureStore, report: Report) -> Times | None:
+    """The search's times; a profile that is not there yet is measured first, and bounds on time are checked by it."""
+    if not profile_missing(file):
+        return open_times(file, store.facts, store.manifest.key.target)
+    measure_search_profile(file, store, report)
+    times = open_times(file, store.facts, store.manifest.key.target)
+    require_feasible(file.space, store.facts, file.fixed, file.constraints, times)
+    return times
+
+
+def _require_same_times(folder: RunFolder, times: Times | None) -> None:
+    """A run that began with other times would mix speed-ups that cannot be compared."""
+    began = _provenance(folder)
+    if began is not None and began.get("times") != times_identity(times):
+        raise ArchspecError(
+            f"{folder.path}: the run began with other times ({began.get('times')}) than now "
+            f"({times_identity(times)}); put the profile back, or begin a new run with --out"
+        )
+
+
+def _provenance(folder: RunFolder) -> dict[str, Any] | None:
+    """What a run began with; None if it has not begun."""
+    if not folder.provenance.exists():
+        return None
+    told: dict[str, Any] = json.loads(folder.provenance.read_text(encoding="utf-8"))
+    return told
 
 
 def _settled(train: TrainSettings) -> TrainSettings:
@@ -135,9 +173,10 @@ def open_features(
         ArchspecError: the store in place is another one, or it cannot be made.
     """
     layers, settings = aux_layers(file, facts), file.features
-    if folder.provenance.exists():
+    began = _provenance(folder)
+    if began is not None:
         store = FeatureStore.open(settings.path)
-        before = json.loads(folder.provenance.read_text(encoding="utf-8"))["features"]["fingerprint"]
+        before = began["features"]["fingerprint"]
         if store.fingerprint != before:
             raise ArchspecError(
                 f"{settings.path}: store {store.fingerprint} is not the one that {folder.path} began with ({before}); "
@@ -198,14 +237,15 @@ def execute(
         if executor is None:
             executor, file = make_executor(prepared, report)
         write_text(folder.search_file, file.dump())
-        search = Search(folder, file, prepared.store, executor, watcher)
+        search = Search(folder, file, prepared.store, executor, watcher, prepared.times)
         if not folder.provenance.exists():
             write_provenance(folder, search)
         try:
             ranked = search.execute()
         finally:
             write_leaderboard(search)
-        return write_results(search, ranked), search
+        decoded = decode_finalists(search, ranked, report) if file.decode else []
+        return write_results(search, ranked, decoded), search
 
 
 def make_executor(prepared: Prepared, report: Report = lambda _: None) -> tuple[Executor, SearchFile]:

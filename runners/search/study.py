@@ -2,28 +2,29 @@
 
 import json
 import warnings
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import TrialState
 
-from archspec.cost import draft_params, flops_per_token, trainable_params
 from archspec.errors import ArchspecError
 from archspec.facts import TargetFacts
 from archspec.files import write_json, write_text
 from archspec.presets import load_spec
 from archspec.resolve import ResolvedSpec, resolve
-from archspec.servable import servable_by
 from archspec.spec import DraftSpec
+from archspec.speedup import Times
 from archspec.weights import SPEC_FILE
 from runners.search.executor import Failure
+from runners.search.pareto import weak
+from runners.search.record import Record, State
 from runners.search.run_folder import RunFolder
+from runners.search.sampler import make_sampler
+from runners.search.scores import Scorer
 from runners.search.search_file import SearchFile
 from runners.training.trial import METRICS_FILE, Measurement, RungTask, read_metrics
 from search_spaces import Candidate, Infeasible, apply_overrides, locate, sample
@@ -31,57 +32,14 @@ from search_spaces import Candidate, Infeasible, apply_overrides, locate, sample
 MAX_REPEATS = 60  # draws in a row that bring nothing new before the space counts as exhausted
 REPEATS_BEFORE_RANDOM = 5
 FAILURE_FILE = "failure.json"
+INVALID = "valid"  # the constraint that values drawn together make a draft
 
-State = Literal["running", "complete", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
     TrialState.RUNNING: "running",
     TrialState.COMPLETE: "complete",
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }
-
-
-@dataclass
-class Record:
-    """One architecture that is or was trained.
-
-    ``measurements`` are its rungs, ``repeats`` its other seeds at the full budget, ``failed_repeats`` those without a
-    result, by seed.
-    """
-
-    number: int
-    candidate: Candidate
-    baseline: str | None
-    state: State = "running"
-    failure: Failure | None = None
-    measurements: list[Measurement] = field(default_factory=list)
-    repeats: list[Measurement] = field(default_factory=list)
-    failed_repeats: dict[int, Failure] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """What tables call it: the baseline's name, or one made of the chosen values."""
-        return self.baseline or self.candidate.written.name
-
-    @property
-    def spec(self) -> ResolvedSpec:
-        """The resolved architecture."""
-        return self.candidate.spec
-
-    @cached_property
-    def hash(self) -> str:
-        """The candidate's hash; computed once, since every draw compares it with its own."""
-        return self.candidate.hash
-
-    @cached_property
-    def columns(self) -> dict[str, Any]:
-        """What a leaderboard says of the architecture itself; computed once, since leaderboards are written often."""
-        return {
-            "params": draft_params(self.spec),
-            "trainable_params": trainable_params(self.spec),
-            "flops_per_token": flops_per_token(self.spec),
-            "servable_by": " ".join(servable_by(self.spec)),
-        }
 
 
 class Study:
@@ -91,8 +49,9 @@ class Study:
         ArchspecError: the folder's journal and its trials do not belong together, or a trial's measurements are gone.
     """
 
-    def __init__(self, folder: RunFolder, file: SearchFile, facts: TargetFacts) -> None:
-        self._folder, self._file, self._facts = folder, file, facts
+    def __init__(self, folder: RunFolder, file: SearchFile, facts: TargetFacts, times: Times | None = None) -> None:
+        self._folder, self._file, self._facts, self._plan = folder, file, facts, file.plan
+        self.scorer = Scorer(file, times)
         folder.mend_journal()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
@@ -102,22 +61,24 @@ class Study:
             self._study = optuna.create_study(
                 study_name="drafts",
                 storage=storage,
-                direction="maximize",
+                directions=self.scorer.judged_directions,
                 load_if_exists=True,
             )
         if not self._study.trials and any(folder.path.glob("trials/*")):
             rule = "its trials are there but the study's journal is empty or lost; begin a new run with --out"
             raise ArchspecError(f"{folder.study}: {rule}")
         self.records: dict[int, Record] = {}
-        self.infeasible: int = 0
+        self.turned_away: Counter[str] = Counter()
         for frozen in self._study.trials:
             self._remember(frozen)
 
     def adopt(self) -> list[Record]:
-        """Records that were in flight when the search stopped; trials that never got a candidate are closed."""
+        """Records that were in flight when the search stopped; what it was about to close is closed."""
         for frozen in self._study.get_trials(states=(TrialState.RUNNING,)):
             if frozen.number not in self.records:
                 self._close_draw(frozen)
+            elif self.records[frozen.number].failure is not None:
+                self._close(self.records[frozen.number], "failed", None)
         return [record for record in self.records.values() if record.state == "running"]
 
     def draw(self) -> Record | None:
@@ -129,7 +90,7 @@ class Study:
             record = self._draw_baseline(baseline)
             if record is not None:
                 return record
-        for repeats in range(MAX_REPEATS):
+        for repeats in range(self._fruitless() % MAX_REPEATS, MAX_REPEATS):
             self._study.sampler = self._make_sampler(at_random=(repeats + 1) % (REPEATS_BEFORE_RANDOM + 1) == 0)
             trial = self._study.ask()
             candidate = self._feasible(trial)
@@ -143,33 +104,63 @@ class Study:
         return None
 
     def report(self, record: Record, measurement: Measurement) -> bool:
-        """Take a rung's measurement; returns whether the trial should go on to the next rung.
+        """Take a rung's measurement; returns whether the trial should go on to the next rung now.
 
-        Baselines always go on. The last rung completes the trial.
+        Baselines always go on, the last rung completes the trial. In a funnel all wait for ``promote``.
         """
         record.measurements = [*record.measurements[: measurement.rung], measurement]
-        trial, step = self._trial(record), self._step(measurement.rung)
-        value = self._file.objective.value(measurement.acceptance)
-        if step not in self._frozen(record).intermediate_values:
-            trial.report(value, step=step)
-        if measurement.rung == len(self._file.budget.rungs) - 1:
-            self._close(record, "complete", value)
-            return False
-        if record.baseline is None and self._is_weak(value, step):
-            self._close(record, "pruned", value)
-            return False
-        return True
+        values = self.scorer.judged(record, measurement)
+        self._note(record, measurement, values)
+        if measurement.rung == len(self._plan.rungs) - 1:
+            self._close(record, "complete", values)
+        elif self._plan.keep is not None:
+            self._tell(record, "complete", values)  # what draws candidates learns from the first stage alone
+        elif record.baseline is None and self._is_weak(record, values, measurement.rung):
+            self._close(record, "pruned", values)
+        else:
+            return True
+        return False
+
+    def promote(self) -> list[Record]:
+        """Records of a funnel that go on to their next stage, now that nothing is in flight; the others there stop.
+
+        What was measured alone decides, so that a resumed search promotes what another would. Baselines always go on.
+        """
+        for rung, places in enumerate((self._plan.keep or ())[1:]):
+            waiting = [r for r in self.records.values() if r.state == "running" and len(r.measurements) == rung + 1]
+            there = [record for record in self.records.values() if len(record.measurements) > rung]
+            there.sort(key=lambda r: self.scorer.gain(r, r.measurements[rung]), reverse=True)
+            chosen = {record.number for record in there[:places]}
+            chosen |= {record.number for record in waiting if record.baseline}
+            for record in waiting:
+                if record.number not in chosen:
+                    record.state = "pruned"
+            if going := [record for record in waiting if record.number in chosen]:
+                return going
+        return []
 
     def fail(self, record: Record, failure: Failure) -> None:
         """Close a trial that has no result; its kind and reason stay with it."""
         record.failure = failure
-        self._trial(record).set_user_attr("failure", {"kind": failure.kind, "reason": failure.reason})
+        if self._frozen(record).state.is_finished():  # a funnel's later stage
+            self._write_failure(self._folder.trial(record.number), self._file.seed, failure)
+        else:
+            self._trial(record).set_user_attr("failure", {"kind": failure.kind, "reason": failure.reason})
         self._close(record, "failed", None)
 
     def fail_repeat(self, record: Record, task: RungTask, failure: Failure) -> None:
         """Keep why a finalist has no result for a seed; a resume tries that seed again."""
         record.failed_repeats[task.seed] = failure
-        write_json(task.directory / FAILURE_FILE, {"seed": task.seed, "kind": failure.kind, "reason": failure.reason})
+        self._write_failure(task.directory, task.seed, failure)
+
+    def _fruitless(self) -> int:
+        """How many draws in a row have brought nothing new, those of an earlier process among them."""
+        draws = 0
+        for trial in reversed(self._study.get_trials(deepcopy=False)):
+            if "spec" in trial.user_attrs:
+                break
+            draws += not {"infeasible", "repeat_of"}.isdisjoint(trial.user_attrs)
+        return draws
 
     def _draw_baseline(self, name: str) -> Record | None:
         """Begin a baseline that has no record yet."""
@@ -209,17 +200,17 @@ class Study:
         """Sample the trial's candidate; an infeasible one is told as such and gives None."""
         try:
             candidate = sample(self._file.space, trial, self._facts, self._file.fixed)
-            margins, reason = (
-                self._file.constraints.margins(candidate.spec),
-                self._file.constraints.reason(candidate.spec),
-            )
+            constraints, times = self._file.constraints, self.scorer.times
+            margins, reason = constraints.margins(candidate.spec, times), constraints.reason(candidate.spec, times)
         except Infeasible as error:
-            margins, reason = {"valid": 1.0}, error.reason
+            margins, reason = {INVALID: 1.0}, error.reason
         for name, margin in margins.items():
             trial.set_constraint(name, margin)
         if reason is None:
             return candidate
-        self.infeasible += 1
+        broken = [name for name, margin in margins.items() if margin > 0]
+        self.turned_away.update(broken)
+        trial.set_user_attr("broken", broken)
         trial.set_user_attr("infeasible", reason)
         self._study.tell(trial, state=TrialState.PRUNED)
         return None
@@ -234,26 +225,60 @@ class Study:
             self._study.tell(frozen.number, state=state)
 
     def _tell_twin(self, trial: optuna.Trial, twin: Record) -> None:
+        """Tell a draw of a known architecture what is known; nothing yet of one that is in training."""
         trial.set_user_attr("repeat_of", twin.number)
-        values = [self._file.objective.value(m.acceptance) for m in twin.measurements]
+        known = [self.scorer.judged(twin, m) for m in twin.measurements]
         told = self._study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        for rung, value in enumerate(values):
-            if self._step(rung) not in told:
-                trial.report(value, step=self._step(rung))
-        if twin.state == "complete":
-            self._study.tell(trial, values[-1])
+        for rung, values in enumerate(known if self._plan.keep is None else ()):
+            if len(values) == 1 and self._step(rung) not in told:
+                trial.report(values[0], step=self._step(rung))
+        if known:
+            last = twin.measurements[-1 if self._plan.keep is None else 0]
+            self._set_measured_constraints(trial, twin, last)
+        if known and self._plan.keep is not None:
+            self._study.tell(trial, known[0])
+        elif twin.state == "complete" or (twin.state == "pruned" and len(known[-1]) > 1):
+            self._study.tell(trial, known[-1])
         else:
-            self._study.tell(trial, state=TrialState.PRUNED if values else TrialState.FAIL)
+            self._study.tell(trial, state=TrialState.PRUNED if known else TrialState.FAIL)
 
-    def _close(self, record: Record, state: State, value: float | None) -> None:
+    def _note(self, record: Record, measurement: Measurement, values: list[float]) -> None:
+        """Write a rung's values into the study, once, and how far they are beyond the bounds on them."""
+        frozen, trial = self._frozen(record), self._trial(record)
+        if frozen.state.is_finished() or _rung_key(measurement.rung) in frozen.user_attrs:
+            return
+        step = self._step(measurement.rung)
+        if len(values) == 1 and self._plan.keep is None and step not in frozen.intermediate_values:
+            trial.report(values[0], step=step)
+        trial.set_user_attr(_rung_key(measurement.rung), values)
+
+    def _set_measured_constraints(self, trial: optuna.Trial, record: Record, measurement: Measurement) -> None:
+        for name, margin in self.scorer.beyond(record, measurement).items():
+            if name not in trial.constraints:  # by a process that was killed just here; optuna keeps the first value
+                trial.set_constraint(name, margin)
+
+    def _close(self, record: Record, state: State, values: list[float] | None) -> None:
         record.state = state
+        self._tell(record, state, values)
+
+    def _tell(self, record: Record, state: State, values: list[float] | None) -> None:
+        """Tell a trial's end. With several objectives one that was stopped is told complete with what it was worth.
+
+        Optuna 5 files a pruned trial without values as bad, and with several objectives it can have none.
+        """
         told = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[state]
-        values = value if state == "complete" else None
-        self._study.tell(record.number, values, state=told, skip_if_finished=True)
+        if state == "pruned" and values is not None and len(values) > 1:
+            told = TrialState.COMPLETE
+        if record.measurements and not self._frozen(record).state.is_finished():
+            self._set_measured_constraints(self._trial(record), record, record.measurements[-1])
+        self._study.tell(
+            record.number, values if told == TrialState.COMPLETE else None, state=told, skip_if_finished=True
+        )
 
     def _remember(self, frozen: optuna.trial.FrozenTrial) -> None:
         attributes = frozen.user_attrs
-        self.infeasible += "infeasible" in attributes
+        if "infeasible" in attributes:
+            self.turned_away.update(attributes.get("broken", [INVALID]))
         if "spec" not in attributes:
             return
         candidate = Candidate(
@@ -267,16 +292,28 @@ class Study:
         if record.state in ("complete", "pruned") and not record.measurements:
             where = self._folder.trial(frozen.number) / METRICS_FILE
             raise ArchspecError(f"{where}: the trial's measurements are gone; begin a new run with --out")
-        for offset in range(1, self._file.budget.seeds):
+        if record.state == "complete":
+            self._remember_how_far(record)
+        for offset in range(1, self._plan.seeds):
             self._remember_repeat(record, self._folder.trial(frozen.number, offset))
         self.records[frozen.number] = record
 
+    def _remember_how_far(self, record: Record) -> None:
+        """What the study calls complete may be a funnel's first stage, or stopped where objectives are several."""
+        if (told := _read_failure(self._folder.trial(record.number))) is not None:
+            record.state, record.failure = "failed", told[1]
+        elif len(record.measurements) < len(self._plan.rungs):
+            record.state = "pruned" if self._plan.keep is None else "running"
+
     def _remember_repeat(self, record: Record, directory: Path) -> None:
-        measured, failure = read_metrics(directory), directory / FAILURE_FILE
+        measured = read_metrics(directory)
         record.repeats += measured
-        if not measured and failure.exists():
-            told = json.loads(failure.read_text(encoding="utf-8"))
-            record.failed_repeats[told["seed"]] = Failure(told["kind"], told["reason"])
+        if not measured and (told := _read_failure(directory)) is not None:
+            record.failed_repeats[told[0]] = told[1]
+
+    @staticmethod
+    def _write_failure(directory: Path, seed: int, failure: Failure) -> None:
+        write_json(directory / FAILURE_FILE, {"seed": seed, "kind": failure.kind, "reason": failure.reason})
 
     def _trial(self, record: Record) -> optuna.Trial:
         """Optuna's handle on a trial of this or an earlier process."""
@@ -290,28 +327,33 @@ class Study:
         """Successive halving compares at powers of its reduction factor; rung r is the r-th power."""
         return int(self._file.budget.reduction**rung)
 
-    def _is_weak(self, value: float, step: int) -> bool:
-        """Whether ``value`` is outside the best 1 / ``reduction`` of those reported at ``step``, itself included.
+    def _is_weak(self, record: Record, values: list[float], rung: int) -> bool:
+        """Whether a record's ``values`` are outside the best 1 / ``reduction`` of those reported at the rung.
 
-        As optuna's ``SuccessiveHalvingPruner`` with ``min_resource`` 1 has it, but from reported values alone: that one
-        notes on the trial that it was asked, and would let a trial pass whose search was killed before it was told.
+        For one objective as optuna's ``SuccessiveHalvingPruner`` with ``min_resource`` 1 has it, but from reported
+        values alone: that one notes on the trial that it was asked, and would let a trial pass whose search was killed
+        before it was told. Optuna has no pruning for several.
         """
-        trials = self._study.get_trials(deepcopy=False)
-        reported = (t.intermediate_values.get(step) for t in trials if "repeat_of" not in t.user_attrs)
-        values = sorted((other for other in reported if other is not None), reverse=True)
-        return value < values[max(1, len(values) // self._file.budget.reduction) - 1]
+        trials = (trial for trial in self._study.get_trials(deepcopy=False) if trial.number != record.number)
+        others = [trial.user_attrs[_rung_key(rung)] for trial in trials if _rung_key(rung) in trial.user_attrs]
+        return weak(values, others, self.scorer.judged_directions, self._file.budget.reduction)
 
     def _make_sampler(self, at_random: bool = False) -> optuna.samplers.BaseSampler:
-        """A sampler for the next draw, seeded by the draws so far: a search that was resumed draws the same as another.
-
-        Trials that a kill left without a candidate do not count.
-        """
+        """A sampler for the next draw. Trials that a kill left without a candidate do not count as draws."""
         trials = self._study.get_trials(deepcopy=False)
         draws = sum(not {"spec", "infeasible", "repeat_of"}.isdisjoint(trial.user_attrs) for trial in trials)
-        seed = int(np.random.SeedSequence([self._file.seed, draws]).generate_state(1)[0])
-        if at_random or self._file.sampler.kind == "random":
-            return optuna.samplers.RandomSampler(seed=seed)
-        startup = self._file.sampler.startup_trials
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of group
-            return optuna.samplers.TPESampler(multivariate=True, group=True, seed=seed, n_startup_trials=startup)
+        return make_sampler(self._file.sampler, self._file.seed, draws, at_random)
+
+
+def _rung_key(rung: int) -> str:
+    """The trial attribute that holds what the objectives were at a rung."""
+    return f"rung_{rung}"
+
+
+def _read_failure(directory: Path) -> tuple[int, Failure] | None:
+    """The seed and the failure that a trial's folder tells of."""
+    file = directory / FAILURE_FILE
+    if not file.exists():
+        return None
+    told = json.loads(file.read_text(encoding="utf-8"))
+    return told["seed"], Failure(told["kind"], told["reason"])

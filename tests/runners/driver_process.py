@@ -25,8 +25,9 @@ from runners.features.conversations import Conversation
 from runners.search import session
 from runners.search.driver import Search
 from runners.search.executor import Event, Progress
+from runners.search.record import Record
 from runners.search.search_file import SearchFile
-from runners.search.study import Record, Study
+from runners.search.study import Study
 from runners.training.trial import WEIGHTS_FOLDER, Measurement, RungTask
 from tests.runners.replay import ReplayExecutor, by_formula
 from tests.runners.tiny import save_tiny, tiny_target

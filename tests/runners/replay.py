@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from archspec.cost import draft_params
+from archspec.resolve import ResolvedSpec
 from runners.features.store import FeatureStore
 from runners.search.executor import Event, Failure, Finished, Started
 from runners.search.run_folder import RunFolder
@@ -94,7 +95,10 @@ def measured(task: RungTask, length: float, width: float = 0.02) -> Measurement:
         conversations=10,
         response_tokens=1000,
         draft="greedy",
+        temperature=0.0,
+        top_p=1.0,
         own_text=True,
+        proxy="",
         by_category={"chat": {"length": length, "cycles": 100.0, "conversations": 10}},
     )
     return Measurement(
@@ -138,8 +142,31 @@ SPACE: dict[str, Any] = {
 }  # 3 + 6 + 6 drafts
 
 
+class ToyTimes:
+    """Times by formulas: a draft step takes a millisecond for every 100,000 parameters, a target step about 10."""
+
+    source = "toy times"
+
+    def target_ms(self, rows: int) -> float:
+        """See ``Times``."""
+        return 10 + 0.1 * rows
+
+    def draft_ms(self, spec: ResolvedSpec) -> float:
+        """See ``Times``."""
+        return draft_params(spec) / 100e3
+
+    def cycle_ms(self, spec: ResolvedSpec) -> float:
+        """See ``Times``."""
+        return 0.5
+
+    def draft_source(self, spec: ResolvedSpec) -> str:
+        """See ``Times``."""
+        return "measured"
+
+
 def search_file(store: FeatureStore, budget: dict[str, Any] | None = None, **changes: Any) -> SearchFile:
-    """A search on the tiny target with three rungs; the baselines are in the space."""
+    """A search on the tiny target with three rungs, unless there are stages; the baselines are in the space."""
+    spent = {} if "stages" in changes else {"trials": 8, "rungs": [100, 200, 400]}
     return SearchFile.model_validate(
         {
             "target": {"model": "tiny"},
@@ -150,7 +177,7 @@ def search_file(store: FeatureStore, budget: dict[str, Any] | None = None, **cha
             "baselines": ["eagle3", "eagle3-deep-fused-once"],
             "train": SETTINGS.model_dump(),
             "objective": {"draft_length": K},
-            "budget": {"trials": 8, "rungs": [100, 200, 400], **(budget or {})},
+            "budget": {**spent, **(budget or {})},
             "sampler": {"startup_trials": 3},
             **changes,
         }

@@ -17,10 +17,10 @@ from runners.display.status import read_status
 from runners.features.conversations import Conversation
 from runners.features.store import FeatureStore
 from runners.search.executor import Event, Executor, Finished, Started
+from runners.search.leaderboard import leaderboard_rows
 from runners.search.local import LocalExecutor
 from runners.search.ray_nodes import NODES_FILE, here
 from runners.search.ray_runner import connect
-from runners.search.report import leaderboard_rows
 from runners.search.search_file import SearchFile
 from runners.search.session import Prepared, execute
 from runners.search.worker import WORKER_FILE, Shared

@@ -22,13 +22,14 @@ from runners.features.conversations import Conversation
 from runners.features.store import FeatureStore
 from runners.search.driver import Search
 from runners.search.executor import Event, Failure, Finished, Progress, Started
+from runners.search.leaderboard import leaderboard_rows
 from runners.search.ray_nodes import NODES_FILE
-from runners.search.report import leaderboard_rows
+from runners.search.record import Record
 from runners.search.run_folder import RunFolder
 from runners.search.runner_settings import RunnerSettings
 from runners.search.search_file import SearchFile
 from runners.search.session import Prepared, execute
-from runners.search.study import Record, Study
+from runners.search.study import Study
 from runners.search.worker import Shared
 from runners.training.trial import RungTask
 from tests.runners.driver_process import Drivers, driver_server, real_files

@@ -3,7 +3,6 @@
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,18 @@ from archspec.weights import load_draft, save_draft
 from runners.features.store import FeatureStore
 from runners.search.driver import Search
 from runners.search.executor import Event, Failure
-from runners.search.report import best_config, judge, metrics_of, write_leaderboard, write_provenance, write_results
+from runners.search.leaderboard import write_leaderboard
+from runners.search.record import Record
+from runners.search.report import best_config, metrics_of, write_provenance, write_results
 from runners.search.result import BestConfig
 from runners.search.run_folder import RunFolder
-from runners.search.study import Record
 from runners.training.trial import WEIGHTS_FOLDER, RungTask, make_draft
-from search_spaces import Candidate
-from tests.runners.drafts import everything, tiny_spec
-from tests.runners.replay import ReplayExecutor, by_formula, measured, new_folder, search_file
-from tests.runners.tasks import rung_task
+from tests.runners.drafts import everything
+from tests.runners.replay import ReplayExecutor, by_formula, new_folder, search_file
 
 COLUMNS = (  # as the file's first line
-    "rank,trial,name,baseline,state,rungs,train_tokens,acceptance_length,low,high,seeds,failed_seeds,seed_std,acceptance_rate,"
-    "alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,servable_by,loss,tokens_per_second,train_seconds,"
+    "rank,trial,name,baseline,state,rungs,train_tokens,value,speedup,best_k,draft_ms,draft_ms_source,pareto,meets,"
+    "acceptance_length,low,high,seeds,failed_seeds,seed_std,acceptance_rate,alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,servable_by,loss,tokens_per_second,train_seconds,"
     "dtype,seed,data,own_text,learning_rate,failure_kind,failure,hash"
 )
 
@@ -126,11 +124,11 @@ def test_best_config_keeps_its_own_schema_and_says_what_is_asked_of_it(
     data = json.loads(search.folder.best_config.read_text(encoding="utf-8"))
     jsonschema.validate(data, BestConfig.model_json_schema())
     winner = ranked[0]
-    assert data["version"] == 2
+    assert data["version"] == 3
     assert data["spec"] == winner.spec.model_dump(mode="json")
     assert data["spec_as_written"] == winner.candidate.written.model_dump(mode="json")
-    assert data["metrics"] == metrics_of(winner).model_dump(mode="json")
-    assert data["metrics"]["length"] == pytest.approx(search.score(winner))
+    assert data["metrics"] == metrics_of(winner, search.study.scorer).model_dump(mode="json")
+    assert data["metrics"]["length"] == pytest.approx(search.gain(winner))
     assert {standing["name"] for standing in data["baselines"]} == {"eagle3", "eagle3-deep-fused-once"}
     assert data["seeds"] == [3, 4, 5]
     assert data["budget"]["rungs"] == [100, 200, 400]
@@ -141,7 +139,7 @@ def test_best_config_keeps_its_own_schema_and_says_what_is_asked_of_it(
     assert data["hardware"]["cores"] >= 1
     assert data["code_version"]
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**data, "version": 1}, BestConfig.model_json_schema())
+        jsonschema.validate({**data, "version": 2}, BestConfig.model_json_schema())
 
 
 def test_best_config_says_who_serves_and_who_holds_the_draft(done: tuple[Search, Sequence[Record]]) -> None:
@@ -180,69 +178,3 @@ def test_provenance_names_target_data_code_and_hardware(done: tuple[Search, Sequ
     assert data["space"]["hash"] == search.file.space.hash
     assert data["code_version"]
     assert data["hardware"]["torch"]
-
-
-# The verdict
-
-
-@pytest.fixture
-def records(tiny_store: FeatureStore, tmp_path: Path) -> Any:
-    def make(name: str, lengths: Sequence[float], *, layers: int = 1, width: float = 0.02) -> Record:
-        spec = tiny_spec(tiny_store.facts, changes={"depth": layers})
-        candidate = Candidate(spec, replace_name(spec, name), {})
-        task = rung_task(tiny_store, tmp_path, rungs=(100,))
-        first, *others = (measured(replace(task, seed=seed), length, width) for seed, length in enumerate(lengths))
-        return Record(0, candidate, None, "complete", None, [first], others)
-
-    return make
-
-
-def replace_name(spec: Any, name: str) -> Any:
-    return spec.model_copy(update={"name": name})
-
-
-def test_a_clear_winner(records: Any) -> None:
-    """Means 1.5 and 1.3; pooled variance 0.0001 with 4 degrees of freedom: 2.78 * sqrt(0.0001 * 2 / 3) = 0.02270."""
-    verdict = judge([records("wide", [1.49, 1.5, 1.51]), records("plain", [1.29, 1.3, 1.31])])
-    assert verdict.sureness == "outside seed noise"
-    assert verdict.margin == pytest.approx(0.2)
-    assert verdict.noise == pytest.approx(0.022699, abs=1e-6)
-    assert verdict.text == "wide leads plain by 0.2000; seed noise of the difference is 0.0227 (95 %, 3 and 3 seeds)"
-
-
-def test_a_difference_inside_seed_noise_names_the_cheaper(records: Any) -> None:
-    """Means 1.5 and 1.49; pooled variance 0.00505: noise 2.78 * sqrt(0.00505 * 2 / 3) = 0.16130."""
-    deep, plain = records("deep", [1.4, 1.5, 1.6], layers=3), records("plain", [1.48, 1.49, 1.5])
-    verdict = judge([deep, plain])
-    assert verdict.sureness == "inside seed noise"
-    assert verdict.noise == pytest.approx(0.161304, abs=1e-6)
-    params = f"{draft_params(plain.spec):,}"
-    assert verdict.text == (
-        "deep leads plain by 0.0100; seed noise of the difference is 0.1613 (95 %, 3 and 3 seeds): "
-        f"not a real difference, and plain is the cheaper of the two ({params} parameters)"
-    )
-
-
-@pytest.mark.parametrize(("width", "told"), [(0.02, "do not overlap"), (0.2, "overlap")])
-def test_one_seed_can_only_compare_intervals(records: Any, width: float, told: str) -> None:
-    verdict = judge([records("wide", [1.5], width=width), records("plain", [1.3], width=width)])
-    assert (verdict.sureness, verdict.noise) == ("one seed only", None)
-    assert verdict.text == f"wide leads plain by 0.2000 on one seed; their intervals {told}"
-
-
-def test_without_a_rival(records: Any) -> None:
-    verdict = judge([records("wide", [1.5, 1.6])])
-    assert (verdict.sureness, verdict.margin) == ("no rival", None)
-    assert verdict.text == "wide is the only architecture that finished"
-
-
-def test_a_mean_over_seeds_beside_a_lucky_run_may_be_below_it(records: Any) -> None:
-    verdict = judge([records("wide", [1.4, 1.5]), records("plain", [1.6])])
-    assert verdict.sureness == "one seed only"
-    assert verdict.text == ("wide's mean of 2 seeds is 0.1500 below plain's single seed; only the former was repeated")
-
-
-def test_failed_seeds_are_told(records: Any) -> None:
-    winner = records("wide", [1.49, 1.5])
-    winner.failed_repeats[2] = Failure("diverged", "loss nan")
-    assert judge([winner, records("plain", [1.3, 1.31])]).text.endswith("; 1 of its seeds failed")

@@ -70,7 +70,7 @@ def test_a_search_finds_the_best_of_the_formula(run: Callable[..., Search]) -> N
     search = run()
     ranked = search.execute()
     assert len(search.study.records) == 8
-    assert [search.score(record) for record in ranked] == sorted(map(search.score, ranked), reverse=True)
+    assert [search.gain(record) for record in ranked] == sorted(map(search.gain, ranked), reverse=True)
     assert kinds(search)["complete"] == len(ranked) >= 2
     assert kinds(search)["pruned"] >= 2
     for record in search.study.records.values():

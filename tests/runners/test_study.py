@@ -15,9 +15,11 @@ from runners.features.store import FeatureStore
 from runners.search import study as study_module
 from runners.search.checks import require_baselines
 from runners.search.executor import Failure
+from runners.search.record import Record
 from runners.search.run_folder import RunFolder
-from runners.search.search_file import SearchFile
-from runners.search.study import Record, Study
+from runners.search.sampler import make_sampler
+from runners.search.search_file import SamplerSettings, SearchFile
+from runners.search.study import Study
 from runners.training.trial import RungTask, write_metrics
 from tests.runners.drafts import SETTINGS
 from tests.runners.replay import measured, new_folder, search_file
@@ -118,6 +120,31 @@ def test_no_architecture_is_drawn_twice_and_a_small_space_ends(tiny_store: Featu
     assert len(hashes) == len(set(hashes)) == 4
 
 
+def test_a_kill_does_not_change_when_repeats_are_drawn_at_random(
+    tiny_store: FeatureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sixth of those in a row, whichever process drew them; a draw that was cut off is none."""
+    at_random: list[bool] = []
+
+    def noted(settings: SamplerSettings, seed: int, draws: int, random: bool) -> optuna.samplers.BaseSampler:
+        at_random.append(random)
+        return make_sampler(settings, seed, draws, random)
+
+    monkeypatch.setattr(study_module, "make_sampler", noted)
+    space = {"base": "eagle3", "choices": {"layers.0.fusion": ["concat"]}}
+    file = search_file(tiny_store, space=space, baselines=["eagle3"])
+    one = study(tiny_store, tmp_path / "run", file)
+    draw(one)
+    monkeypatch.setattr(study_module, "MAX_REPEATS", 4)
+    assert one.draw() is None
+    one._study.ask()
+    again = study(tiny_store, tmp_path / "run", file)
+    again.adopt()
+    monkeypatch.setattr(study_module, "MAX_REPEATS", 12)
+    assert again.draw() is None
+    assert at_random == [index in (5, 11) for index in range(12)]
+
+
 @pytest.mark.usefixtures("soon_exhausted")
 def test_a_repeat_is_told_what_the_first_was_worth(tiny_store: FeatureStore, tmp_path: Path) -> None:
     space = {"base": "eagle3", "choices": {"layers.0.fusion": ["concat", "add"]}}
@@ -148,7 +175,7 @@ def test_infeasible_draws_are_told_their_violation(tiny_store: FeatureStore, tmp
     feasible = {record.number for record in records}
     assert [len(record.spec.layers) for record in records] == [1, 1]
     told = [trial for trial in one._study.trials if "infeasible" in trial.user_attrs]
-    assert len(told) == one.infeasible > 0
+    assert len(told) == one.turned_away["params"] > 0
     assert not feasible & {trial.number for trial in told}
     assert all("params: " in trial.user_attrs["infeasible"] for trial in told)
     assert all(trial.state == TrialState.PRUNED for trial in told)
@@ -203,6 +230,17 @@ def test_a_failure_keeps_its_kind_and_reason(tiny_store: FeatureStore, tmp_path:
     record = again.records[0]
     assert (record.state, record.failure) == ("failed", Failure("out_of_memory", "16 GiB wanted"))
     assert again._study.trials[0].state == TrialState.FAIL
+
+
+def test_a_failure_that_a_kill_kept_from_being_told_is_told_then(tiny_store: FeatureStore, tmp_path: Path) -> None:
+    """Its kind and reason are written before its end; else it would be trained again and keep the reason for good."""
+    one = study(tiny_store, tmp_path / "run")
+    record = draw(one)
+    one._trial(record).set_user_attr("failure", {"kind": "diverged", "reason": "loss nan"})
+    again = study(tiny_store, tmp_path / "run")
+    assert again.adopt() == []
+    assert (again.records[0].state, again._study.trials[0].state) == ("failed", TrialState.FAIL)
+    assert again.records[0].failure == Failure("diverged", "loss nan")
 
 
 # What is found again

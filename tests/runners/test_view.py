@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from archspec.errors import ArchspecError
 from runners.display.status import PROGRESS_FILE, SILENT_SECONDS, read_status
 from runners.display.view import Row, Running, View, clock, count, render
+from runners.search.objective import Direction, ObjectiveName
 
 
 def row(trial: int, name: str, state: str = "complete", **values: object) -> Row:
@@ -19,6 +20,10 @@ def row(trial: int, name: str, state: str = "complete", **values: object) -> Row
         "baseline": "False",
         "rungs": 3,
         "train_tokens": 180_002,
+        "value": 1.3,
+        "speedup": "",
+        "best_k": "",
+        "pareto": "False",
         "acceptance_length": 1.3,
         "low": 1.28,
         "high": 1.32,
@@ -28,6 +33,8 @@ def row(trial: int, name: str, state: str = "complete", **values: object) -> Row
         "failure_kind": "",
         "failure": "",
     }
+    if "acceptance_length" in values:
+        values.setdefault("value", values["acceptance_length"])
     running = values.pop("running", None)
     assert running is None or isinstance(running, Running)
     return Row.of(told | {"trial": trial, "name": name, "state": state} | values, running)
@@ -53,8 +60,15 @@ ROWS = (
 )
 
 
-def view(proxy: bool = False, rows: tuple[Row, ...] = ROWS) -> View:
-    return View("runs/x", rows, 24, (20_000, 60_000, 180_000), 0.95, proxy, elapsed=1234, left=5000)
+def view(
+    proxy: bool = False,
+    rows: tuple[Row, ...] = ROWS,
+    followed: ObjectiveName = "acceptance_length",
+    objectives: dict[ObjectiveName, Direction] | None = None,
+) -> View:
+    objectives = objectives or {followed: "maximize"}
+    rungs = (20_000, 60_000, 180_000)
+    return View("runs/x", rows, 24, rungs, 0.95, proxy, followed, objectives, elapsed=1234, left=5000)
 
 
 def text(shown: RenderableType, width: int) -> list[str]:
@@ -113,6 +127,43 @@ def test_a_cluster_shows_where_trials_run() -> None:
         assert max(map(len, lines)) <= width
     for rows, width in (((*ROWS, there), 90), (ROWS, 120)):  # too narrow, and all on this machine
         assert not any("where" in line for line in text(render(view(rows=rows), width), width))
+
+
+SPEEDS = (
+    row(1, "d1-add", rank=1, value=1.82, speedup=1.82, best_k=3, pareto="True"),
+    row(0, "eagle3", rank=2, value=1.8, speedup=1.8, best_k=4),
+    row(2, "d2-none", "running", rungs=1, value=1.9, speedup=1.9, best_k=3),
+)
+FAST_AND_SMALL: dict[ObjectiveName, Direction] = {"speedup": "maximize", "params": "minimize"}
+
+
+def test_speed_up_has_a_column_and_the_pareto_set_a_star() -> None:
+    lines = text(render(view(rows=SPEEDS, followed="speedup", objectives=FAST_AND_SMALL), 120), 120)
+    assert lines[1] == "best so far  d1-add  speed-up 1.820 at k = 3, length 1.3000 [1.2800, 1.3200]"
+    assert lines[3].split()[:7] == ["#", "trial", "draft", "state", "tokens", "speed-up", "length"]
+    assert lines[4].split()[:7] == ["1*", "1", "d1-add", "done", "180,002", "1.820", "k=3"]
+    assert lines[5].split()[:7] == ["2", "0", "eagle3", "done", "180,002", "1.800", "k=4"]
+    assert "waiting 1/3" in lines[6]
+    assert lines[7] == "  * on the Pareto set over speedup, params"
+    assert max(map(len, lines)) <= 120
+    assert max(map(len, text(render(view(rows=SPEEDS, followed="speedup", objectives=FAST_AND_SMALL), 90), 90))) <= 90
+
+
+def test_one_objective_has_no_pareto_set_to_show() -> None:
+    lines = text(render(view(rows=SPEEDS, followed="speedup"), 120), 120)
+    assert not any("*" in line for line in lines)
+
+
+@pytest.mark.parametrize(("direction", "best"), [("maximize", "d3"), ("minimize", "d1")])
+def test_before_any_end_the_best_at_the_highest_rung_leads(direction: Direction, best: str) -> None:
+    rows = (
+        row(0, "d1", "pruned", rungs=2, value=10),
+        row(1, "d3", "running", rungs=2, value=30),
+        row(2, "d9", "pruned", rungs=1, value=90 if direction == "maximize" else 1),
+    )
+    seen = view(rows=rows, followed="params", objectives={"params": direction}).best
+    assert seen is not None
+    assert seen.name == best
 
 
 def test_foreign_text_is_called_a_proxy() -> None:

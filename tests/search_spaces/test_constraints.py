@@ -6,7 +6,7 @@ import pytest
 from archspec.cost import draft_params, flops_per_token, trainable_params, weight_bytes
 from archspec.errors import ArchspecError
 from archspec.presets import load_preset
-from archspec.resolve import resolve
+from archspec.resolve import ResolvedSpec, resolve
 from archspec.schema import Document
 from archspec.servable import ENGINES
 from search_spaces import Space, require_feasible
@@ -71,6 +71,46 @@ def test_bad_constraints(text: str, message: str) -> None:
     with pytest.raises(ArchspecError) as caught:
         parse(text)
     assert str(caught.value).startswith(message)
+
+
+# Times, and what was measured
+
+
+class OneTime:
+    """Every draft step takes so many milliseconds."""
+
+    source = "by hand"
+
+    def __init__(self, ms: float) -> None:
+        self._ms = ms
+
+    def target_ms(self, rows: int) -> float:
+        return 10.0 + rows
+
+    def draft_ms(self, spec: ResolvedSpec) -> float:
+        return self._ms
+
+    def cycle_ms(self, spec: ResolvedSpec) -> float:
+        return 0.0
+
+    def draft_source(self, spec: ResolvedSpec) -> str:
+        return "measured"
+
+
+def test_a_bound_on_time_is_held_against_the_times() -> None:
+    constraints = parse("draft_ms: {max: 2}")
+    assert constraints.margins(SPEC, OneTime(2.5)) == {"draft_ms": 0.25}
+    assert constraints.reason(SPEC, OneTime(2.5)) == "draft_ms: 2.5 is above the greatest allowed, 2"
+    assert constraints.violations(SPEC, OneTime(1.5)) == {}
+    assert constraints.margins(SPEC) == {}, "without times it cannot be checked"
+
+
+def test_bounds_on_what_was_measured_are_checked_on_that_alone() -> None:
+    constraints = parse("speedup: {min: 2}\nacceptance_length: {min: 3, max: 6}\nparams: {max: 1}")
+    values = {"speedup": 1.5, "acceptance_length": 4.5, "acceptance_rate": 0.5, "params": 9.0}
+    assert constraints.measured_margins(values) == {"speedup": 0.25, "acceptance_length": -0.25}
+    assert set(constraints.margins(SPEC, OneTime(1.0))) == {"params"}
+    assert Constraints().measured_margins(values) == {}
 
 
 # Engines

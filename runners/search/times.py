@@ -1,0 +1,71 @@
+"""The times that a search reckons with: a measured profile, or the roofline of a named accelerator. No torch."""
+
+import hashlib
+
+from archspec.accelerators import accelerator_named
+from archspec.errors import ArchspecError
+from archspec.facts import TargetFacts
+from archspec.presets import load_spec
+from archspec.profile import Profile, ProfileTimes
+from archspec.resolve import resolve
+from archspec.roofline import Roofline
+from archspec.speedup import Times
+from runners.search.objective import SpeedSettings
+from runners.search.search_file import SearchFile
+from search_spaces import apply_overrides
+
+
+def open_times(file: SearchFile, facts: TargetFacts, fingerprint: str | None = None) -> Times | None:
+    """The search's times, checked to cover its batch size, context, draft lengths and baselines.
+
+    None where the search asks for none, and where its profile is still to be measured (see ``profile_missing``).
+    ``fingerprint`` is the target's, as far as it is known.
+
+    Raises:
+        ArchspecError: the profile is broken or for another target, does not cover what is asked, or the accelerator is
+            unknown or too small.
+    """
+    if file.speed is None or profile_missing(file):
+        return None
+    times = times_for(file.speed, facts, fingerprint)
+    if isinstance(times, ProfileTimes) and not times.coefficients:
+        rule = "holds no draft with its spec at this batch and context, from which others could be told"
+        raise ArchspecError(f"speed.profile: {file.speed.profile}: {rule}; measure more with archspec profile")
+    for baseline in file.baselines:
+        times.draft_ms(resolve(apply_overrides(load_spec(baseline), file.fixed), facts, f"baseline {baseline}"))
+    return times
+
+
+def times_for(speed: SpeedSettings, facts: TargetFacts, fingerprint: str | None = None) -> Times:
+    """The times that ``speed`` names, for a target.
+
+    Raises:
+        ArchspecError: as ``open_times``, or the profile is missing.
+    """
+    times: Times
+    if speed.profile is not None:
+        profile = Profile.load(speed.profile)
+        name = f"speed.profile: {speed.profile}"
+        times = ProfileTimes(profile, facts, fingerprint, batch=speed.batch, context=speed.context, name=name)
+    else:
+        try:
+            accelerator = accelerator_named(speed.accelerator or "")
+        except ArchspecError as error:
+            raise ArchspecError(f"speed.accelerator: {error}") from None
+        times = Roofline(accelerator, facts, dtype=speed.dtype, batch=speed.batch, context=speed.context)
+    for rows in (1, speed.range[0] + 1, speed.range[-1] + 1):
+        times.target_ms(rows)
+    return times
+
+
+def times_identity(times: Times | None) -> str | None:
+    """What tells these times from others: their source, and for a profile the digest of all that it holds."""
+    if not isinstance(times, ProfileTimes):
+        return None if times is None else times.source
+    digest = hashlib.sha256(times.profile.model_dump_json().encode()).hexdigest()[:12]
+    return f"{times.source}; {digest}"
+
+
+def profile_missing(file: SearchFile) -> bool:
+    """Whether the search names a profile that is not there yet."""
+    return file.speed is not None and file.speed.profile is not None and not file.speed.profile.exists()
