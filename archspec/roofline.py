@@ -50,8 +50,8 @@ class Roofline:
     tokens that each has behind it.
 
     Raises:
-        ArchspecError: a dtype that the accelerator has not, a target that is no dense decoder of gated MLPs, or one
-            that does not fit the accelerator's memory.
+        ArchspecError: a dtype that the accelerator has not, a context beyond the target's positions, a target that is
+            no dense decoder of gated MLPs, or one that does not fit the accelerator's memory.
     """
 
     def __init__(
@@ -71,6 +71,9 @@ class Roofline:
         for name, value in (("batch", batch), ("context", context)):
             if value < 1:
                 raise ArchspecError(f"{name} = {value}: must be at least 1")
+        if context >= facts.max_positions:
+            rule = f"the target has {facts.max_positions:,} positions, and new tokens take some; use fewer"
+            raise ArchspecError(f"context = {context}: {rule}")
         if facts.model_type not in DENSE:
             rule = "the roofline counts dense decoders of gated MLPs (llama, qwen3 and others, see docs/roofline.md)"
             raise ArchspecError(

@@ -77,6 +77,7 @@ class Document:
     @classmethod
     def parse(cls, text: str, source: str) -> Self:
         """As ``load``, from a string; ``source`` stands for the file in messages."""
+        kind = "JSON" if source.endswith(".json") else "YAML"
         try:
             loader = _Loader(text)
             node = loader.get_single_node()
@@ -87,9 +88,9 @@ class Document:
             return cls(loader.construct_document(node), source, lines)
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise ArchspecError(f"{source}{line}: not valid YAML: {error.problem}") from None
+            raise ArchspecError(f"{source}{line}: not valid {kind}: {error.problem}") from None
         except yaml.YAMLError as error:
-            raise ArchspecError(f"{source}: not valid YAML: {error}") from None
+            raise ArchspecError(f"{source}: not valid {kind}: {error}") from None
         except RecursionError:
             raise ArchspecError(f"{source}: nested too deep, or a value holds itself through an alias") from None
 

@@ -163,6 +163,10 @@ class Windows(PlainLines):
         self.rungs = 0
         self.marks: list[dict[str, Any]] = []
 
+    def began(self, search: Search) -> None:
+        """See ``Watcher``."""
+        self._inner.began(search)
+
     def changed(self, search: Search, event: Event) -> None:
         """See ``Watcher``."""
         with self._sections.section("files and table"):

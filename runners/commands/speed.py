@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from archspec.facts import TargetFacts
     from archspec.resolve import ResolvedSpec
     from runners.search.search_file import SearchFile
+    from runners.speed.measure import MeasureSettings
 
 app = typer.Typer()
 
@@ -31,11 +32,18 @@ def profile(
     ] = None,
     drafts: Annotated[int, typer.Option(min=1, help="Drafts in all, those of the space included.")] = 10,
     fixed: Annotated[list[str] | None, typer.Option("--set", help="A value of every draft, PATH=VALUE.")] = None,
-    batch: Annotated[str, typer.Option(help="Sequences decoded together: 1 or 1,8.")] = "1",
-    context: Annotated[str, typer.Option(help="Tokens in the cache: 256 or 64,256.")] = "256",
-    draft_length: Annotated[int, typer.Option("--draft-length", "-k", min=1, help="Most tokens drafted a cycle.")] = 8,
+    batch: Annotated[
+        str | None, typer.Option(help="Sequences decoded together: 1 or 1,8; the search's, or 1, if left out.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens in the cache: 256 or 64,256; the search's, or 512, if left out.")
+    ] = None,
+    draft_length: Annotated[
+        int | None,
+        typer.Option("--draft-length", "-k", min=1, help="Most tokens drafted a cycle; the search's, or 8."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of everything.")] = 12,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; the search's, or torch's own.")] = None,
     dtype: Annotated[str | None, typer.Option(help="That the target runs in; float32 if nothing says so.")] = None,
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
@@ -47,14 +55,14 @@ def profile(
     from runners.features.target import load_target, target_facts
     from runners.progress import Meter
     from runners.search.search_file import SearchFile
-    from runners.speed.measure import MeasureSettings, check_device, measure_profile
+    from runners.speed.measure import check_device, measure_profile
     from runners.training.device import pick_device
 
     file = None if search is None else SearchFile.load(search)
     model = target or (file.target.model if file else None)
     if model is None:
         raise ArchspecError("which target? name it by --target, or a search file by --search")
-    settings = MeasureSettings(_counts(batch), _counts(context), draft_length, rounds, threads)
+    settings = _settings(file, batch, context, draft_length, rounds, threads)
     trusted = trust_remote_code or bool(file and file.target.trust_remote_code)
     where, facts = pick_device(device), target_facts(model, trusted)
     settings.check(facts.max_positions)
@@ -69,6 +77,27 @@ def profile(
     points = [(size, length) for size in measured.batches for length in measured.contexts]
     times = [ProfileTimes(measured, facts, None, batch=size, context=length, name=str(out)) for size, length in points]
     return show_all(*profile_tables(measured, times), f"profile: {out}")
+
+
+def _settings(
+    file: "SearchFile | None",
+    batch: str | None,
+    context: str | None,
+    draft_length: int | None,
+    rounds: int,
+    threads: int | None,
+) -> "MeasureSettings":
+    """What options leave out is as the search file uses it, if it has times, or the usual."""
+    from runners.speed.measure import MeasureSettings
+
+    speed, usual = file.speed if file else None, MeasureSettings()
+    return MeasureSettings(
+        batches=_counts(batch) if batch else (speed.batch,) if speed else usual.batches,
+        contexts=_counts(context) if context else (speed.context,) if speed else usual.contexts,
+        draft_length=draft_length or (speed.range[-1] if speed else usual.draft_length),
+        rounds=rounds,
+        threads=threads or (speed.threads if speed else None),
+    )
 
 
 def _counts(text: str) -> tuple[int, ...]:

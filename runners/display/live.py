@@ -19,12 +19,13 @@ from rich.text import Text
 from archspec.files import write_json
 from runners.display.outcome import outcome
 from runners.display.status import PROGRESS_FILE
-from runners.display.view import Row, Running, View, clock, interval, render
+from runners.display.view import Row, Running, View, clock, interval, proxy_of_rows, render
 from runners.search.driver import Search
 from runners.search.executor import Event, Failure, Finished, Progress, Started
 from runners.search.leaderboard import leaderboard_rows, write_leaderboard
 from runners.search.record import Record
 from runners.search.result import BestConfig
+from runners.training.proxy import proxy_of
 from runners.training.trial import Measurement, RungTask
 
 PROGRESS_SECONDS = 2.0
@@ -102,7 +103,8 @@ class Pace:
 def view_of(search: Search, pace: Pace) -> View:
     """The search as it stands in this process."""
     running = {r.trial: r for r in pace.running.values()}
-    rows = tuple(Row.of(row, running.get(row["trial"])) for row in leaderboard_rows(search))
+    told = leaderboard_rows(search)
+    rows = tuple(Row.of(row, running.get(row["trial"])) for row in told)
     plan, objective = search.file.plan, search.file.objective
     return View(
         title=str(search.folder.path),
@@ -110,7 +112,7 @@ def view_of(search: Search, pace: Pace) -> View:
         trials=max(plan.trials, len(rows)) if not search.exhausted else len(rows),
         rungs=plan.rungs,
         confidence=objective.confidence,
-        proxy=search.store.manifest.text_origin != "own",
+        proxy=proxy_of_rows(told),
         followed=objective.followed,
         objectives=objective.directions,
         elapsed=pace.elapsed,
@@ -144,6 +146,11 @@ class Watching(AbstractContextManager["Watching"]):
         if self._search is not None:
             self.pace.running.clear()
             self._tell_others(self._search, "finished" if kind is None else "stopped")
+
+    def began(self, search: Search) -> None:
+        """See ``Watcher``."""
+        self._search = search
+        self._tell_others(search, None)
 
     def changed(self, search: Search, event: Event) -> None:
         """See ``Watcher``."""
@@ -199,6 +206,12 @@ class LiveTable(Watching):
         self._live.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)
 
+    def began(self, search: Search) -> None:
+        """See ``Watcher``."""
+        super().began(search)
+        if search.study.records:
+            self._view = view_of(search, self.pace)
+
     def show(self, search: Search, event: Event) -> None:
         """See ``Watching``."""
         if at_once(search, event) or time.monotonic() - self._drawn > DRAW_SECONDS:
@@ -241,8 +254,8 @@ def describe(search: Search, record: Record, event: Event) -> str:
     if isinstance(event.result, Failure):
         again = "; running it again" if search.goes_on(task) else ""
         return f"{who}: {rung} {event.result.kind}: {event.result.reason}{again}"
-    proxy = " (proxy)" if search.store.manifest.text_origin != "own" else ""
     told = event.result.acceptance
+    proxy = " (proxy)" if proxy_of(told) else ""
     fates = {"pruned": "; stopped", "complete": "; done"}
     if not search.goes_on(task.at(task.rung + 1)):
         fates["running"] = "; waits for its stage to end"
@@ -263,7 +276,7 @@ def summary(search: Search, best: BestConfig, width: int) -> list[RenderableType
     return [
         render(view, width),
         "",
-        *outcome(best),
+        *outcome(best, width),
         Text("\n".join(map(str, paths)), style="dim"),
     ]
 

@@ -19,6 +19,19 @@ TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code
 HoldoutOption = Annotated[float, typer.Option(help="Share of conversations that measures and never trains.")]
 LengthOption = Annotated[int, typer.Option("--draft-length", "-k", min=1, help="Tokens drafted a cycle.")]
 
+ProfileOption = Annotated[
+    Path | None, typer.Option(help="Times from a cost profile: a file of archspec profile, or one by hand.")
+]
+AcceleratorOption = Annotated[str | None, typer.Option(help="Times from the roofline of an accelerator: H100-SXM …")]
+ServedDtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="Served in, with --accelerator: bfloat16, float32, float16 or float8.")
+]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Sequences decoded together; 1 if left out.")]
+ContextOption = Annotated[int | None, typer.Option(min=1, help="Tokens in the cache; 512 if left out.")]
+LengthsOption = Annotated[
+    str | None, typer.Option("--draft-lengths", help="The k that serving may use: 1-8, or one k; 1-8 if left out.")
+]
+
 
 def count(text: str | int) -> int:
     """A count as people write it: 20000 or 20e3. A default comes as the number it is."""

@@ -1,19 +1,24 @@
 """What a search comes to, in words and two small tables, read from its ``best-config.json`` alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runners.display.columns import Column, fitted_table
 from runners.search.agreement import SELECTION
 from runners.search.result import BestConfig, Decoded
 
+# Predicted and measured speed-up stay at any width.
+DECODED_DROPS = (("same text", 16), ("expected", 16), ("length", 16), ("95% interval", 10))
+UNLIKE = 0.15  # of T(1), beyond which the machine was not as it was when profiled
 
-def outcome(best: BestConfig) -> Iterator[RenderableType]:
+
+def outcome(best: BestConfig, width: int) -> Iterator[RenderableType]:
     """What times it rests on, who was turned away, how far rungs agree, the verdict, the pick, and real decoding."""
     if best.times is not None:
-        yield Text(f"speed-up predicted from the {best.times}", style="dim")
+        yield Text(times_line(best.times), style="dim")
     if best.turned_away:
         told = ", ".join(f"{name} {count}" for name, count in sorted(best.turned_away.items()))
         yield Text(f"draws turned away before training, by constraint: {told}", style="dim")
@@ -24,32 +29,59 @@ def outcome(best: BestConfig) -> Iterator[RenderableType]:
     if best.seed_spread is not None:
         yield Text(best.seed_spread["text"], style="dim")
     yield Text(best.verdict.text, style="bold")
-    if best.recommended.name != best.verdict.winner or len(best.objectives) > 1:
-        yield Text(f"recommended: {best.recommended.name}, {best.recommended.why}", style="bold")
+    pick = best.recommended
+    if pick.name != best.verdict.winner or pick.why != f"the best {best.verdict.objective}":
+        yield Text(pick_line(pick.name, pick.why), style="bold")
     if best.decoded:
         yield ""
-        yield decoded_table(best.decoded)
+        yield decoded_table(best.decoded, width)
+        yield from (Text(line, style="yellow") for line in decoded_notes(best.decoded))
 
 
-def decoded_table(decoded: list[Decoded]) -> Table:
+def times_line(source: str) -> str:
+    """Where the times of a search come from."""
+    return f"speed-up predicted from the {source}"
+
+
+def pick_line(name: str, why: str) -> str:
+    """The recommended draft and why it is."""
+    return f"recommended: {name}, {why}"
+
+
+def decoded_table(decoded: Sequence[Decoded], width: int) -> Table:
     """Predicted beside measured speed-up and acceptance length, one row for each way of drafting."""
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    shown.add_column("decoded for real", no_wrap=True, overflow="ellipsis")
-    for name in ("draft", "predicted", "measured", "95% interval", "off by", "length", "expected", "same text"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for one in decoded:
-        predicted = "" if one.predicted is None else f"{one.predicted:.3f}"
-        off = "" if one.predicted is None else f"{one.measured / one.predicted - 1:+.1%}"
-        expected = "" if one.expected_length is None else f"{one.expected_length:.4f}"
-        shown.add_row(
-            one.name,
-            one.draft,
-            predicted,
-            f"{one.measured:.3f}",
-            f"[{one.low:.3f}, {one.high:.3f}]",
-            off if one.comparable else "",
-            f"{one.length:.4f}",
-            expected,
-            "" if one.same_text is None else f"{one.same_text} of {one.responses}",
+    columns: dict[str, Column] = {
+        "decoded for real": ("left", [one.name for one in decoded]),
+        "draft": ("right", [one.draft for one in decoded]),
+        "predicted": ("right", ["" if one.predicted is None else f"{one.predicted:.3f}" for one in decoded]),
+        "measured": ("right", [f"{one.measured:.3f}" for one in decoded]),
+        "95% interval": ("right", [f"[{one.low:.3f}, {one.high:.3f}]" for one in decoded]),
+        "off by": ("right", [_off(one) for one in decoded]),
+        "length": ("right", [f"{one.length:.4f}" for one in decoded]),
+        "expected": (
+            "right",
+            ["" if one.expected_length is None else f"{one.expected_length:.4f}" for one in decoded],
+        ),
+        "same text": (
+            "right",
+            ["" if one.same_text is None else f"{one.same_text} of {one.responses}" for one in decoded],
+        ),
+    }
+    return fitted_table(columns, width, cut="decoded for real", drops=DECODED_DROPS)
+
+
+def decoded_notes(decoded: Sequence[Decoded]) -> Iterator[str]:
+    """Why predicted and measured cannot be compared, each reason once; else whether the machine was another's speed."""
+    for why in dict.fromkeys(one.incomparable for one in decoded if one.incomparable):
+        yield f"not comparable: {why}"
+    told = [(one.plain_ms / one.profiled_ms - 1, one) for one in decoded if one.profiled_ms and not one.incomparable]
+    off, one = max(told, key=lambda pair: abs(pair[0]), default=(0.0, None))
+    if one is not None and abs(off) > UNLIKE:
+        yield (
+            f"the machine was not as it was when profiled: plain decoding took {one.plain_ms:.2f} ms a token, "
+            f"{off:+.0%} beside the profile's {one.profiled_ms:.2f}"
         )
-    return shown
+
+
+def _off(one: Decoded) -> str:
+    return "" if one.predicted is None or one.incomparable else f"{one.measured / one.predicted - 1:+.1%}"

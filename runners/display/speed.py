@@ -1,8 +1,9 @@
-"""What `profile` shows: times of the target by rows, of every draft, and how well the fit knows drafts left out."""
+"""Times for people: what `profile` measured, what `show` says a draft costs, what `eval` predicts. No torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +54,53 @@ def drafts_table(profile: Profile, times: ProfileTimes) -> Table:
                     MISSING if error is None else f"{error:+.1%}",
                 )
     return table
+
+
+def step_tables(steps: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What a draft step and a cycle take (``StepTimes.as_dict``): parts where they are known, and a row for every k.
+
+    A draft breaks even at the acceptance length at which a cycle takes as long as plain decoding of its tokens, and
+    never where that is above k + 1, which no acceptance reaches.
+    """
+    alone, step, fixed = steps["target_ms"][1], steps["draft_ms"], steps["cycle_ms"]
+    yield Text(f"\n{steps['source']}; milliseconds", style="bold")
+    if steps["parts"]:
+        parts = _table("part of a draft step", "ms", "share", right=(1, 2))
+        for name, ms in steps["parts"].items():
+            parts.add_row(name, f"{ms:.3f}", f"{ms / step:.1%}")
+        yield parts
+    yield Text(f"draft step {step:.3f} ({steps['draft_source']}), T_0 {fixed:.3f}, T(1) {alone:.3f}\n")
+    cycles = _table("drafted k", "T(k + 1)", "cycle", "breaks even at length", right=(0, 1, 2, 3))
+    for rows, ms in steps["target_ms"].items():
+        if rows > 1:
+            cycle = ms + (rows - 1) * step + fixed
+            even = f"{cycle / alone:.3f}" if cycle <= rows * alone else "never"
+            cycles.add_row(str(rows - 1), f"{ms:.3f}", f"{cycle:.3f}", even)
+    yield cycles
+
+
+def prediction_tables(told: Mapping[str, Any], proxy: bool) -> Iterator[RenderableType]:
+    """The speed-up at every k (``Prediction.as_dict``), the best one marked, and the times that it rests on."""
+    best = f"speed-up{' (proxy)' * proxy} {told['speedup']:.3f} at k = {told['k']}"
+    yield Text(f"{best}, predicted from the {told['source']}", style="bold")
+    table = _table("drafted k", "length", "cycle ms", "speed-up", right=(0, 1, 2, 3))
+    for k, at in told["by_k"].items():
+        style = "bold" if k == told["k"] else ""
+        table.add_row(str(k), f"{at['length']:.4f}", f"{at['cycle_ms']:.3f}", f"{at['speedup']:.3f}", style=style)
+    yield table
+    step = f"milliseconds: draft step {told['draft_ms']:.3f} ({told['draft_source']})"
+    yield Text(f"{step}, T_0 {told['cycle_ms']:.3f}, T(1) {told['target_ms'][1]:.3f}")
+
+
+def comparison_table(told: Mapping[str, Any]) -> RenderableType:
+    """Predicted beside measured speed-up (``Comparison.as_dict``), and a note where the two are of different things."""
+    chain = f"chain of {told['k']}, by the length of"
+    table = _table(chain, "predicted", "measured", "95% interval", "off by", right=(1, 2, 3, 4))
+    measured = f"{told['measured']:.3f}", f"[{told['low']:.3f}, {told['high']:.3f}]"
+    for name, end in (("all held-out conversations", ""), ("those decoded", "_for_decoded")):
+        table.add_row(name, f"{told['predicted' + end]:.3f}", *measured, f"{told['off_by' + end]:+.1%}")
+    why = told["incomparable"]
+    return Group(table, Text(f"not comparable: {why}", style="yellow")) if why else table
 
 
 def _fit_line(times: ProfileTimes) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from archspec.errors import ArchspecError
-from runners.display.view import READ_COLUMNS, Row, Running, View, clock
+from runners.display.outcome import pick_line, times_line
+from runners.display.view import NEEDED_COLUMNS, Row, Running, View, clock, proxy_of_rows
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
 
@@ -31,29 +32,37 @@ def read_status(path: Path) -> tuple[View, dict[str, Any]]:
     state, note = _state(folder, progress)
     running = [Running(**told) for told in progress.get("running", [])]
     rows = _leaderboard(folder)
+    best = _json(folder.best_config) or {}
+    times, pick = best.get("times"), best.get("recommended")
     view = View(
         title=str(path),
         rows=tuple(Row.of(row, next((r for r in running if r.trial == int(row["trial"])), None)) for row in rows),
         trials=len(rows) if state == "finished" else max(file.plan.trials, len(rows)),
         rungs=file.plan.rungs,
         confidence=file.objective.confidence,
-        proxy=any(row["own_text"] != "True" for row in rows),
+        proxy=proxy_of_rows(rows),
         followed=file.objective.followed,
         objectives=file.objective.directions,
         elapsed=progress.get("elapsed"),
         left=progress.get("left") if state == "running" else None,
         note=note,
+        closing=(
+            *([times_line(times)] if times else []),
+            *([pick_line(pick["name"], pick["why"])] if pick else []),
+        ),
     )
-    best = _json(folder.best_config)
     data = {
         "run": str(path),
         "state": state,
         "trials": {"ended": view.ended, "planned": view.trials},
         "elapsed_seconds": view.elapsed,
         "left_seconds": view.left,
-        "proxy": view.proxy,
+        "proxy": bool(view.proxy),
+        "proxy_reason": view.proxy,
         "best": None if view.best is None else asdict(view.best),
-        "verdict": best["verdict"] if best else None,
+        "verdict": best.get("verdict"),
+        "times": times,
+        "recommended": pick,
         "rows": [asdict(row) for row in view.rows],
     }
     return view, data
@@ -79,7 +88,7 @@ def _leaderboard(folder: RunFolder) -> list[dict[str, str]]:
         rows = list(csv.DictReader(io.StringIO(folder.leaderboard.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         return []
-    lacking = sorted(READ_COLUMNS - set(rows[0])) if rows else []
+    lacking = sorted(NEEDED_COLUMNS - set(rows[0])) if rows else []
     if lacking:
         rule = "it was written by another version, or edited"
         raise ArchspecError(f"{folder.leaderboard}: column {lacking[0]} is missing; {rule}")

@@ -13,10 +13,10 @@ from archspec.presets import load_preset, preset_names, preset_text
 from archspec.resolve import ResolvedSpec
 from archspec.servable import verdicts
 from archspec.spec import LayerSpec
-from runners.display.view import interval
+from runners.display.view import interval, proxy_note
+from runners.training.proxy import proxy_of
 
 MISSING = "—"
-FOREIGN = "the text was not written by the target"
 
 
 def presets() -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def acceptance_table(record: Mapping[str, Any]) -> RenderableType:
 
     Lengths go on beyond the draft steps of a cycle, as far as they were measured.
     """
-    proxy = record.get("proxy", "" if record["own_text"] else FOREIGN)
+    proxy = proxy_of(record)
     title = (
         f"acceptance length{' (proxy)' * bool(proxy)} {record['length']:.4f} "
         f"{interval(record['low'], record['high'])}, rate {record['rate']:.4f}: {record['draft']} draft"
@@ -121,7 +121,7 @@ def acceptance_table(record: Mapping[str, Any]) -> RenderableType:
     columns = (record["conditional"], record["per_position"], record["length_by_k"])
     for step, figures in enumerate(itertools.zip_longest(*columns)):
         table.add_row(str(step), *(MISSING if figure is None else f"{figure:.4f}" for figure in figures))
-    note = [Text(f"proxy: {proxy}, so acceptance is only an indication", style="yellow")] if proxy else []
+    note = [Text(proxy_note(proxy), style="yellow")] if proxy else []
     return Group(Text(title, style="bold"), table, *note)
 
 

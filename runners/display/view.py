@@ -1,24 +1,20 @@
 """How a search looks: one table for the live display, for ``status`` and for the end. It does not import torch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from runners.display.columns import Column, fitted_table
 from runners.search.objective import Direction, ObjectiveName
+from runners.training.proxy import FOREIGN
 
 BAR_WIDTH = 8
-NARROW = 105
-OTHER_WIDTH = {False: 90, True: 76}  # what the columns beside the draft's name need
 WHERE_WIDTH, LEAST_WITH_WHERE = 20, 100
-SPEEDUP_WIDTH = 13
-PROXY = "proxy: the text was not written by the target, so acceptance is only an indication"
-
-
-Column = tuple[Literal["left", "right"], "Callable[[Row], str | Text]"]
+NAME, SHORT_NAME = 24, 16  # room that a draft's name should have, and at least has beside what matters most
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Running:
         return asdict(self)
 
 
-READ_COLUMNS = frozenset(
+NEEDED_COLUMNS = frozenset(  # others are not in every older file
     [
         "rank",
         "trial",
@@ -50,10 +46,6 @@ READ_COLUMNS = frozenset(
         "state",
         "rungs",
         "train_tokens",
-        "value",
-        "speedup",
-        "best_k",
-        "pareto",
         "acceptance_length",
         "low",
         "high",
@@ -95,7 +87,7 @@ class Row:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], running: Running | None) -> Self:
-        """From a row of ``leaderboard.csv``, whose values may be text."""
+        """From a row of ``leaderboard.csv``, whose values may be text; an old one follows the acceptance length."""
         return cls(
             rank=int(row["rank"]) if row["rank"] else None,
             trial=int(row["trial"]),
@@ -104,10 +96,10 @@ class Row:
             state=row["state"],
             rungs=int(row["rungs"]),
             tokens=int(row["train_tokens"]),
-            value=_number(row["value"]),
-            speedup=_number(row["speedup"]),
-            best_k=int(row["best_k"]) if row["best_k"] else None,
-            pareto=str(row["pareto"]) == "True",
+            value=_number(row.get("value", row["acceptance_length"])),
+            speedup=_number(row.get("speedup")),
+            best_k=int(row["best_k"]) if row.get("best_k") else None,
+            pareto=str(row.get("pareto")) == "True",
             length=_number(row["acceptance_length"]),
             low=_number(row["low"]),
             high=_number(row["high"]),
@@ -123,7 +115,8 @@ class Row:
 class View:
     """A search at one moment. ``left`` are estimated seconds; ``note`` says what is not to be seen in the rows.
 
-    ``objectives`` are by name ``maximize`` or ``minimize``, ``followed`` the one that ranks.
+    ``objectives`` are by name ``maximize`` or ``minimize``, ``followed`` the one that ranks. ``proxy`` says why
+    acceptance is not what an engine would tell, and is empty where it is. ``closing`` are lines below the table.
     """
 
     title: str
@@ -131,12 +124,13 @@ class View:
     trials: int
     rungs: tuple[int, ...]
     confidence: float
-    proxy: bool
+    proxy: str
     followed: ObjectiveName
     objectives: Mapping[ObjectiveName, Direction]
     elapsed: float | None = None
     left: float | None = None
     note: str = ""
+    closing: tuple[str, ...] = ()
 
     @property
     def ended(self) -> int:
@@ -155,13 +149,15 @@ class View:
 def render(view: View, width: int, height: int | None = None) -> RenderableType:
     """Header and table, ``width`` columns wide; at most ``height`` lines, the least interesting rows left out."""
     rows = sorted(view.rows, key=lambda row: (row.running is None, row.rank is None))
-    room = len(rows) if height is None else max(3, height - 8 - view.proxy - bool(view.note))
+    room = len(rows) if height is None else max(3, height - 8 - bool(view.proxy) - bool(view.note))
     hidden = len(rows) - room
     parts: list[RenderableType] = [header(view), *([table(view, rows[:room], width)] if rows else [])]
     if len(view.objectives) > 1 and any(row.pareto for row in rows):
         parts.append(Text(f"  * on the Pareto set over {', '.join(view.objectives)}", style="dim"))
     if hidden > 0:
         parts.append(Text(f"  … and {hidden} more in leaderboard.csv", style="dim"))
+    if view.closing:
+        parts.append(Text("\n".join(("", *view.closing))))
     return Group(*parts)
 
 
@@ -180,45 +176,59 @@ def header(view: View) -> Text:
     if view.note:
         line.append(f"\n{view.note}", "yellow")
     if view.proxy:
-        line.append(f"\n{PROXY}", "yellow")
+        line.append(f"\n{proxy_note(view.proxy)}", "yellow")
     return line.append("\n")
 
 
 def table(view: View, rows: Sequence[Row], width: int) -> Table:
     """One row for each architecture; narrow terminals lose the columns that matter least."""
+    starred = len(view.objectives) > 1
+    spread = f"{view.confidence:.0%} interval"
     columns: dict[str, Column] = {
-        "#": ("right", lambda row: f"{row.rank or ''}{'*' * (row.pareto and len(view.objectives) > 1)}"),
-        "trial": ("right", lambda row: str(row.trial)),
-        "draft": ("left", lambda row: row.name),
-        "state": ("left", lambda row: _state(view, row)),
-        "where": ("left", lambda row: (row.running.where if row.running else None) or ""),
-        "tokens": ("right", _tokens),
-        "speed-up": ("right", _speedup),
+        "#": ("right", [f"{row.rank or ''}{'*' * (row.pareto and starred)}" for row in rows]),
+        "trial": ("right", [str(row.trial) for row in rows]),
+        "draft": ("left", [row.name for row in rows]),
+        "state": ("left", [_state(view, row) for row in rows]),
+        "where": ("left", [(row.running.where if row.running else None) or "" for row in rows]),
+        "tokens": ("right", [_tokens(row) for row in rows]),
+        "speed-up": ("right", [_speedup(row) for row in rows]),
         "length (proxy)" if view.proxy else "length": (
             "right",
-            lambda row: "" if row.length is None else f"{row.length:.4f}",
+            ["" if row.length is None else f"{row.length:.4f}" for row in rows],
         ),
-        f"{view.confidence:.0%} interval": ("left", lambda row: interval(row.low, row.high)),
-        "seeds": ("right", lambda row: str(row.seeds or "")),
-        "params": ("right", lambda row: count(row.params)),
-        "tok/s": ("right", _speed),
+        spread: ("left", [interval(row.low, row.high) for row in rows]),
+        "seeds": ("right", [str(row.seeds or "") for row in rows]),
+        "params": ("right", [count(row.params) for row in rows]),
+        "tok/s": ("right", [_speed(row) for row in rows]),
     }
-    dropped = {"seeds"} if all(row.seeds <= 1 for row in rows) else set()
-    dropped |= {"speed-up"} if all(row.speedup is None for row in rows) else set()
-    dropped |= {"tok/s", "params"} if width < NARROW else set()
-    places = [len(row.running.where) for row in rows if row.running and row.running.where]
-    dropped |= set() if places and width >= LEAST_WITH_WHERE else {"where"}
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    kept = {name: column for name, column in columns.items() if name not in dropped}
-    where = min(WHERE_WIDTH, max(places, default=0))
-    others = OTHER_WIDTH[width < NARROW] + 8 * view.proxy + (where + 2) * ("where" in kept)
-    others += SPEEDUP_WIDTH * ("speed-up" in kept)
-    rooms = {"draft": max(16, width - others), "where": where}
-    for name, (justify, _) in kept.items():
-        shown.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", max_width=rooms.get(name))
-    for row in rows:
-        shown.add_row(*(cell(row) for _, cell in kept.values()), style=_style(row))
-    return shown
+    told_nothing = {"seeds"} if all(row.seeds <= 1 for row in rows) else set()
+    told_nothing |= {"speed-up"} if all(row.speedup is None for row in rows) else set()
+    placed = any(row.running and row.running.where for row in rows)
+    told_nothing |= set() if placed and width >= LEAST_WITH_WHERE else {"where"}
+    return fitted_table(
+        {name: column for name, column in columns.items() if name not in told_nothing},
+        width,
+        cut="draft",
+        drops=[*((name, NAME) for name in ("tok/s", "params", "seeds", spread)), ("tokens", SHORT_NAME)],
+        most={"where": WHERE_WIDTH},
+        styles=[_style(row) for row in rows],
+    )
+
+
+def proxy_note(reason: str) -> str:
+    """What tables say of figures that are a proxy for this reason."""
+    return f"proxy: {reason}, so acceptance is only an indication"
+
+
+def proxy_of_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Why the acceptance in rows of ``leaderboard.csv`` is a proxy; empty if it is exact.
+
+    Before anything is measured, and in an old file, the text's origin tells.
+    """
+    telling = [row for row in rows if int(row["rungs"])] or rows
+    by_origin = (FOREIGN if str(row["own_text"]) != "True" else "" for row in telling)
+    reasons = [row["proxy"] for row in telling if "proxy" in row and int(row["rungs"])] or by_origin
+    return next(filter(None, reasons), "")
 
 
 def _speedup(row: Row) -> str:

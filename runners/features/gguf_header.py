@@ -7,6 +7,8 @@ Scaled positions stand in two places. ``rope.scaling.*`` has kind and numbers of
 no key: the converter (convert_hf_to_gguf.py of llama.cpp) writes what the frequency of each pair is divided by, as the
 tensor ``rope_freqs.weight``. The rule's numbers are known again where the tensor is what it gives with the bounds of
 every Llama from 3.1 on (1, 4 and 8,192 positions).
+
+A mixture of experts may be called ``llama``: the same converter writes Mixtral so, and ``expert_count`` tells it apart.
 """
 
 import mmap
@@ -25,6 +27,7 @@ from archspec.rope import ORIGINAL, Llama3Rope, Rope, target_rope, yarn_scale
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _SAME_NAME_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_MIXTURE = "mixtral"
 _DIVISORS, _FLOAT32, _ALIGNMENT = "rope_freqs.weight", 0, 32
 _MOST_PAIRS = 4096
 Value = TypeVar("Value")
@@ -146,7 +149,7 @@ def gguf_facts(path: Path) -> TargetFacts | None:
 
     hidden, heads = find("embedding_length"), find("attention.head_count")
     return TargetFacts(
-        model_type=architecture,
+        model_type=_MIXTURE if find("expert_count", 0) else architecture,
         hidden_size=hidden,
         num_layers=find("block_count"),
         vocab_size=find("vocab_size", len(header.get("tokenizer.ggml.tokens", ())) or None),

@@ -5,6 +5,7 @@ from archspec.facts import TargetFacts
 from archspec.presets import load_spec
 from archspec.resolve import resolve
 from archspec.schema import Document
+from archspec.speedup import Times
 from runners.features.manifest import MANIFEST
 from runners.search.search_file import SearchFile
 from runners.search.times import open_times, profile_missing
@@ -39,7 +40,28 @@ def check_fit(file: SearchFile, facts: TargetFacts) -> None:
             space can be used.
     """
     require_baselines(file, facts)
-    require_feasible(file.space, facts, file.fixed, file.constraints, open_times(file, facts))
+    require_some_draft(file, facts, open_times(file, facts))
+
+
+def require_some_draft(file: SearchFile, facts: TargetFacts, times: Times | None) -> None:
+    """Make sure that some draft of the space may keep the constraints, as far as can be told before training.
+
+    Raises:
+        ArchspecError: none keeps those that are told from the spec, or a bound on what is measured is beyond what any
+            draft can reach: one that costs nothing and is always right.
+    """
+    require_feasible(file.space, facts, file.fixed, file.constraints, times)
+    k = file.objective.draft_length
+    greatest = {"acceptance_length": (k + 1.0, f"with {k} drafted tokens"), "acceptance_rate": (1.0, "at all")}
+    if times is not None and file.speed is not None:
+        alone = times.target_ms(1)
+        most = max((k + 1) * alone / times.target_ms(k + 1) for k in file.speed.range)
+        greatest["speedup"] = (most, f"by the {times.source}")
+    for name, (most, where) in greatest.items():
+        bound = getattr(file.constraints, name)
+        if bound is not None and bound.min is not None and bound.min > most:
+            rule = f"no draft can reach {bound.min:g}: one that costs nothing and is always right has {most:.4g} {where}"
+            raise ArchspecError(f"constraints.{name}.min: {rule}")
 
 
 def require_baselines(file: SearchFile, facts: TargetFacts) -> None:

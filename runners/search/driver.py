@@ -23,6 +23,10 @@ POLL_SECONDS = 0.5
 class Watcher(Protocol):
     """Whoever wants to see a search happen; the command line's table is one."""
 
+    def began(self, search: "Search") -> None:
+        """The search has read what earlier processes left; nothing may be left to train, and no event come."""
+        ...
+
     def changed(self, search: "Search", event: Event) -> None:
         """An event was dealt with; ``search.study.records`` are up to date."""
         ...
@@ -63,6 +67,7 @@ class Search:
         try:
             for record in self.study.adopt():
                 self._go_on(record)
+            self._watcher.began(self)
             while self._fill() or self._promote():
                 self._pump()
             self._repeat_finalists()
@@ -212,9 +217,7 @@ class Search:
         The best baseline is always among them: a mean over seeds is not to be compared with a single lucky run.
         """
         scorer = self.study.scorer
-        ordered = sorted(
-            self._complete(), key=lambda r: (scorer.meets(r), scorer.gain(r, r.measurements[-1])), reverse=True
-        )
+        ordered = sorted(self._complete(), key=lambda r: scorer.merit(r, r.measurements[-1]), reverse=True)
         finalists = ordered[: self.file.plan.finalists]
         if not any(record.baseline for record in finalists):
             finalists += [record for record in ordered if record.baseline][:1]

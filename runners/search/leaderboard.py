@@ -9,6 +9,7 @@ from archspec.files import write_text
 from runners.search.driver import Search
 from runners.search.front import front_of
 from runners.search.record import Record
+from runners.training.proxy import proxy_of
 
 
 def seed_lengths(record: Record) -> list[float]:
@@ -71,6 +72,7 @@ def _row(search: Search, record: Record, rank: int | None, on_front: bool) -> di
         "seed": search.file.seed,
         "data": search.store.fingerprint,
         "own_text": search.store.manifest.text_origin == "own",
+        "proxy": proxy_of(acceptance) if last else "",
         "learning_rate": record.candidate.train.get("learning_rate", search.file.train.learning_rate),
         "failure_kind": record.failure.kind if record.failure else "",
         "failure": record.failure.reason if record.failure else "",

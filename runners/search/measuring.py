@@ -4,15 +4,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from archspec.errors import ArchspecError
 from archspec.presets import load_spec
 from archspec.profile import ProfileTimes
 from archspec.resolve import resolve
 from runners.features.store import FeatureStore
 from runners.features.target import Target, load_target
-from runners.provenance import hardware
 from runners.search.driver import Search
 from runners.search.front import recommended
 from runners.search.objective import DecodeSettings
+from runners.search.prediction import incomparable
 from runners.search.record import Record
 from runners.search.result import Decoded
 from runners.search.search_file import SearchFile
@@ -40,14 +41,21 @@ def measure_search_profile(
     settings.check(store.facts.max_positions)
     named = [resolve(apply_overrides(load_spec(name), file.fixed), store.facts) for name in file.baselines]
     specs = spread_drafts(file.space, store.facts, file.fixed, named, PROFILED_DRAFTS)
-    report(f"profile: measuring the target and {len(specs)} drafts on this machine, which should do nothing else")
+    what = f"the target and {len(specs)} drafts are measured on this machine, which should do nothing else"
+    report(f"profile: {speed.profile} is not there, so {what}")
     profile = measure_profile(_target(file), file.target.model, specs, settings, progress or (lambda _, __: None))
     profile.save(speed.profile)
-    report(f"profile: {speed.profile}")
+    times = ProfileTimes(profile, store.facts, None, batch=speed.batch, context=speed.context)
+    error = "an unknown error" if times.fit_error is None else f"a mean error of {times.fit_error:.1%}"
+    rest = f"the quartiles of T(1) lie {profile.unrest:.0%} of it apart"
+    report(f"profile: {speed.profile}: drafts beside the measured ones are fitted with {error}; {rest}")
 
 
 def decode_finalists(search: Search, ranked: Sequence[Record], report: Report) -> list[Decoded]:
-    """Decode held-out prompts with every architecture that was repeated and the recommended one, best first."""
+    """Decode held-out prompts with every architecture that was repeated and the recommended one, best first.
+
+    One that cannot be decoded as asked is left out, and ``report`` told why: what was searched is not lost by it.
+    """
     file, settings = search.file, search.file.decode
     assert settings is not None
     assert file.speed is not None
@@ -55,9 +63,17 @@ def decode_finalists(search: Search, ranked: Sequence[Record], report: Report) -
     finalists = [record for record in ranked if record.repeats or record.number == pick.trial]
     report(f"decoding {settings.conversations} held-out conversations with {len(finalists)} drafts on this machine")
     target = _target(file)
-    if file.speed.threads is not None:
-        torch.set_num_threads(file.speed.threads)
-    return [one for record in finalists for one in _decode(search, record, target, settings)]
+    times = search.study.scorer.times
+    threads = file.speed.threads or (times.profile.threads if isinstance(times, ProfileTimes) else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = list[Decoded]()
+    for record in finalists:
+        try:
+            found += _decode(search, record, target, settings)
+        except ArchspecError as error:
+            report(f"decoding {record.name}: {error}")
+    return found
 
 
 def _target(file: SearchFile) -> Target:
@@ -84,7 +100,9 @@ def _decode(search: Search, record: Record, target: Target, settings: DecodeSett
         sample_draft=objective.draft == "sampled",
         max_new_tokens=settings.max_new_tokens,
     )
-    comparable = _of_this_machine(search)
+    times = search.study.scorer.times
+    assert times is not None
+    why = incomparable(times, str(target.device), str(target.dtype).removeprefix("torch."))
 
     def decoded(timed: Timed, predicted_speedup: float | None, expected_length: float | None) -> Decoded:
         return Decoded(
@@ -99,15 +117,11 @@ def _decode(search: Search, record: Record, target: Target, settings: DecodeSett
             expected_length=expected_length,
             same_text=timed.same_text,
             responses=check.responses,
-            comparable=comparable,
+            incomparable=why,
+            plain_ms=1e3 / check.plain_tokens_per_second,
+            profiled_ms=times.target_ms(1),
         )
 
     expected = measurement.acceptance["length_by_k"][predicted.k - 1]
     chain = decoded(check.chain, predicted.value, expected)
     return [chain, *([decoded(check.tree, None, None)] if check.tree else [])]
-
-
-def _of_this_machine(search: Search) -> bool:
-    """Whether predicted and measured times are of the same machine."""
-    times, here = search.study.scorer.times, hardware()
-    return isinstance(times, ProfileTimes) and times.profile.hardware in (here["processor"], *here["gpus"])

@@ -92,6 +92,8 @@ class SpeedSettings(Closed):
         if (self.profile is None) == (self.accelerator is None):
             rule = "times come from one place: give profile (a file of archspec profile) or accelerator (a name)"
             raise ValueError(rule)
+        if self.profile is not None and self.dtype != type(self).model_fields["dtype"].default:
+            raise field_error("dtype", f"{self.dtype} is for an accelerator; a profile has its own, so leave dtype out")
         low, high = self.draft_lengths
         if low > high:
             raise field_error("draft_lengths", f"the range is empty: {low} is above {high}; use [{high}, {low}]")

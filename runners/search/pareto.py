@@ -84,19 +84,6 @@ def hypervolume(points: ArrayLike, directions: Sequence[Direction], reference: S
     return _volume(_front(losses[(losses < corner).all(axis=1)]), corner)
 
 
-def hypervolume_history(points: ArrayLike, directions: Sequence[Direction], reference: Sequence[float]) -> list[float]:
-    """The hypervolume after every point, in the order given; it never falls."""
-    corner = np.asarray(reference, dtype=np.float64) * _signs(directions)
-    losses = _losses(points, directions)
-    front, volume, history = losses[:0], 0.0, []
-    for loss in losses:
-        if (loss < corner).all() and not (front <= loss).all(axis=1).any():
-            volume += _gain(loss, front, corner)
-            front = np.vstack([front[~(loss <= front).all(axis=1)], loss])
-        history.append(volume)
-    return history
-
-
 def knee(
     points: ArrayLike, directions: Sequence[Direction], noise: Sequence[float] | None = None, followed: int = 0
 ) -> int:
@@ -160,20 +147,18 @@ def selected(points: ArrayLike, directions: Sequence[Direction], count: int) -> 
     return chosen[:count]
 
 
-def weak(value: Sequence[float], others: ArrayLike, directions: Sequence[Direction], reduction: int) -> bool:
-    """Whether a candidate is outside the best 1 / ``reduction`` of all that were measured at its rung.
+def weak(value: Sequence[float], others: ArrayLike, directions: Sequence[Direction], places: int) -> bool:
+    """Whether a candidate is not among the best ``places`` of all that were measured at its rung.
 
-    ``others`` [N, M] are the other candidates' values there; of the N + 1 in all, ``max(1, (N + 1) // reduction)`` go
-    on, and whoever equals one of them. ``selected`` orders them. With one objective this is asynchronous successive
-    halving as the search does it with a scalar.
+    ``others`` [N, M] are the other candidates' values there. Whoever equals one of the best is among them. ``selected``
+    orders them; with one objective that is by value.
     """
     own = np.asarray(value, dtype=np.float64)
     points = np.vstack([own, np.asarray(others, dtype=np.float64).reshape(-1, len(own))])
-    kept = max(1, len(points) // reduction)
     if len(own) == 1:  # asked after every rung of a search
         losses = _losses(points, directions)
-        return bool((losses < losses[0]).sum() >= kept)
-    return not any((points[index] == own).all() for index in selected(points, directions, kept))
+        return bool((losses < losses[0]).sum() >= places)
+    return not any((points[index] == own).all() for index in selected(points, directions, places))
 
 
 def _signs(directions: Sequence[Direction]) -> Array:

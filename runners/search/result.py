@@ -90,8 +90,10 @@ class Pick(_Result):
 class Decoded(_Result):
     """One finalist decoded for real beside what was predicted for it.
 
-    ``draft`` says how: a chain's k, or a tree. ``comparable`` is whether the times are this machine's; the speed-up
-    that was ``measured`` has an interval by bootstrap over answers.
+    ``draft`` says how: a chain's k, or a tree. The speed-up that was ``measured`` has an interval by bootstrap over
+    answers. ``incomparable`` says why predicted and measured are of different things; empty if they are not.
+    ``plain_ms`` is what plain decoding of the same prompts took a token, ``profiled_ms`` what the search reckoned with
+    for it, T(1); both in milliseconds.
     """
 
     name: str
@@ -105,7 +107,9 @@ class Decoded(_Result):
     expected_length: float | None
     same_text: int | None
     responses: int
-    comparable: bool
+    incomparable: str
+    plain_ms: float
+    profiled_ms: float
 
 
 class BestConfig(_Result):

@@ -110,9 +110,17 @@ class Scorer:
         """How far a measurement is beyond each bound on what was measured; 0 or less is feasible."""
         return self._file.constraints.measured_margins(self.values(record, measurement))
 
+    def keeps(self, record: Record, measurement: Measurement) -> bool:
+        """Whether a measurement keeps them all."""
+        return all(margin <= 0 for margin in self.beyond(record, measurement).values())
+
+    def merit(self, record: Record, measurement: Measurement) -> tuple[bool, float]:
+        """What ranks candidates at a rung: those that keep the bounds first, then by gain."""
+        return self.keeps(record, measurement), self.gain(record, measurement)
+
     def meets(self, record: Record) -> bool:
         """Whether a measured record keeps those bounds at its last rung, by the search's own seed."""
-        return all(margin <= 0 for margin in self.beyond(record, record.measurements[-1]).values())
+        return self.keeps(record, record.measurements[-1])
 
 
 def _key(record: Record, measurement: Measurement) -> tuple[str, int, int]:

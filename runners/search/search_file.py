@@ -149,8 +149,12 @@ class SearchFile(ClosedFile):
         return self
 
     def must_not_change(self) -> dict[str, Any]:
-        """What a resume must find as it was: all but how long the search goes on and where it runs."""
+        """What a resume must find as it was: all but how long the search goes on and where it runs.
+
+        Whether a profile's times are the same is told by what it holds, not by its path.
+        """
         places = {"target": {"device"}, "train": {"device", "threads"}, "features": {"path", "workers"}}
+        places |= {"speed": {"profile", "threads"}}
         later = {"runner": True, "budget": True, "stages": True, "decode": True}
         data = self.model_dump(mode="json", exclude={**later, **places})
         told = {"budget.rungs": list(self.plan.rungs), "budget.reduction": self.budget.reduction}

@@ -21,7 +21,7 @@ from runners.features.manifest import read_manifest
 from runners.features.store import FeatureStore
 from runners.features.target import load_target, target_facts
 from runners.features.work import Workers
-from runners.search.checks import check_alone, check_fit
+from runners.search.checks import check_alone, check_fit, require_some_draft
 from runners.search.driver import Search, Watcher
 from runners.search.executor import Executor
 from runners.search.leaderboard import write_leaderboard
@@ -36,7 +36,7 @@ from runners.search.times import open_times, profile_missing, times_identity
 from runners.search.worker import Shared
 from runners.training.device import compute_dtype, pick_device
 from runners.training.settings import TrainSettings
-from search_spaces import apply_overrides, require_feasible
+from search_spaces import apply_overrides
 
 if TYPE_CHECKING:
     from runners.search.ray_runner import RayExecutor
@@ -89,20 +89,23 @@ def prepare(
     store = open_features(file, facts, folder, report, on_progress)
     _verify(store, report)
     store.split(file.data.holdout)
-    times = _times(file, store, report)
+    times = _times(folder, file, store, report)
     _require_same_times(folder, times)
     if not resume:
         folder = RunFolder.begin(out, file)
     return Prepared(folder, file, store, times)
 
 
-def _times(file: SearchFile, store: FeatureStore, report: Report) -> Times | None:
+def _times(folder: RunFolder, file: SearchFile, store: FeatureStore, report: Report) -> Times | None:
     """The search's times; a profile that is not there yet is measured first, and bounds on time are checked by it."""
     if not profile_missing(file):
         return open_times(file, store.facts, store.manifest.key.target)
+    if _provenance(folder) is not None:  # another measurement would give other times
+        rule = f"no such file, but {folder.path} began with its times; put it back, or begin a new run with --out"
+        raise ArchspecError(f"speed.profile: {file.speed and file.speed.profile}: {rule}")
     measure_search_profile(file, store, report)
     times = open_times(file, store.facts, store.manifest.key.target)
-    require_feasible(file.space, store.facts, file.fixed, file.constraints, times)
+    require_some_draft(file, store.facts, times)
     return times
 
 
@@ -244,8 +247,10 @@ def execute(
             ranked = search.execute()
         finally:
             write_leaderboard(search)
-        decoded = decode_finalists(search, ranked, report) if file.decode else []
-        return write_results(search, ranked, decoded), search
+        best = write_results(search, ranked)
+        if file.decode:  # after the results, which nothing that happens here can lose
+            best = write_results(search, ranked, decode_finalists(search, ranked, report))
+        return best, search
 
 
 def make_executor(prepared: Prepared, report: Report = lambda _: None) -> tuple[Executor, SearchFile]:

@@ -124,19 +124,19 @@ class Study:
     def promote(self) -> list[Record]:
         """Records of a funnel that go on to their next stage, now that nothing is in flight; the others there stop.
 
-        What was measured alone decides, so that a resumed search promotes what another would. Baselines always go on.
+        What was measured alone decides, so that a resumed search promotes what another would. Baselines always go on;
+        the place of one that failed later falls to the next best, which had stopped.
         """
         for rung, places in enumerate((self._plan.keep or ())[1:]):
-            waiting = [r for r in self.records.values() if r.state == "running" and len(r.measurements) == rung + 1]
-            there = [record for record in self.records.values() if len(record.measurements) > rung]
-            there.sort(key=lambda r: self.scorer.gain(r, r.measurements[rung]), reverse=True)
+            there = [r for r in self.records.values() if r.state != "failed" and len(r.measurements) > rung]
+            there.sort(key=lambda r: self.scorer.merit(r, r.measurements[rung]), reverse=True)
+            waiting = [record for record in there if len(record.measurements) == rung + 1]
             chosen = {record.number for record in there[:places]}
             chosen |= {record.number for record in waiting if record.baseline}
             for record in waiting:
-                if record.number not in chosen:
-                    record.state = "pruned"
+                record.state = "running" if record.number in chosen else "pruned"
             if going := [record for record in waiting if record.number in chosen]:
-                return going
+                return sorted(going, key=lambda record: record.number)
         return []
 
     def fail(self, record: Record, failure: Failure) -> None:
@@ -250,7 +250,9 @@ class Study:
         step = self._step(measurement.rung)
         if len(values) == 1 and self._plan.keep is None and step not in frozen.intermediate_values:
             trial.report(values[0], step=step)
-        trial.set_user_attr(_rung_key(measurement.rung), values)
+        trial.set_user_attr(
+            _rung_key(measurement.rung), {"values": values, "keeps": self.scorer.keeps(record, measurement)}
+        )
 
     def _set_measured_constraints(self, trial: optuna.Trial, record: Record, measurement: Measurement) -> None:
         for name, margin in self.scorer.beyond(record, measurement).items():
@@ -335,8 +337,13 @@ class Study:
         before it was told. Optuna has no pruning for several.
         """
         trials = (trial for trial in self._study.get_trials(deepcopy=False) if trial.number != record.number)
-        others = [trial.user_attrs[_rung_key(rung)] for trial in trials if _rung_key(rung) in trial.user_attrs]
-        return weak(values, others, self.scorer.judged_directions, self._file.budget.reduction)
+        told = [trial.user_attrs[_rung_key(rung)] for trial in trials if _rung_key(rung) in trial.user_attrs]
+        places = max(1, (len(told) + 1) // self._file.budget.reduction)
+        keeps = self.scorer.keeps(record, record.measurements[rung])
+        if not keeps:  # those that keep the bounds on what was measured come first
+            places -= sum(other["keeps"] for other in told)
+        others = [other["values"] for other in told if other["keeps"] == keeps]
+        return places < 1 or weak(values, others, self.scorer.judged_directions, places)
 
     def _make_sampler(self, at_random: bool = False) -> optuna.samplers.BaseSampler:
         """A sampler for the next draw. Trials that a kill left without a candidate do not count as draws."""

@@ -39,7 +39,7 @@ class MeasureSettings:
     """
 
     batches: tuple[int, ...] = (1,)
-    contexts: tuple[int, ...] = (256,)
+    contexts: tuple[int, ...] = (512,)
     draft_length: int = 8
     rounds: int = 12
     threads: int | None = None

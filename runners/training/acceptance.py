@@ -33,11 +33,11 @@ from runners.features.sampling import tempered
 from runners.features.store import FeatureStore
 from runners.training.batches import Batch, length_batches, read_batch
 from runners.training.parallel import ALONE, Workers
+from runners.training.proxy import FOREIGN
 from runners.training.settings import EvalSettings
 from runners.training.sizes import HEAD_ROWS, round_up
 from runners.training.teacher import Teacher
 
-FOREIGN = "the text was not written by the target"
 SAMPLED = "the text was sampled"
 NEVER = 1e-6  # rows that come so far less often are given up: their part of any figure is smaller than that
 Floats = NDArray[np.float64]

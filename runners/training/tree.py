@@ -170,7 +170,8 @@ class _Trees:
             for layer in cache.layers:
                 for held in (layer.keys, layer.values):
                     held[:, :, start : start + len(kept)] = held[:, :, rows.to(held.device)]
-        cache.crop(len(kept) - count)
+        if len(kept) < count:  # to earlier transformers of version 5, 0 is the length to be left
+            cache.crop(len(kept) - count)
 
 
 class _Rows:

@@ -27,6 +27,7 @@ def facts_of(model_type: str, hidden: int, layers: int, vocab: int, heads: int, 
         kv_heads=kv,
         head_dim=64 if hidden == 2048 else 128,
         intermediate_size=inner,
+        max_positions=131_072,
     )
 
 

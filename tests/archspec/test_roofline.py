@@ -293,9 +293,13 @@ def test_dtypes_that_an_accelerator_has_not() -> None:
     assert message(dtype="bf16") == f"dtype 'bf16' is none of A100-80GB: did you mean 'bfloat16'? {choices}"
 
 
-def test_batch_context_and_rows_below_one() -> None:
+def test_batch_context_and_rows_out_of_range() -> None:
     assert message(batch=0) == "batch = 0: must be at least 1"
     assert message(context=-1) == "context = -1: must be at least 1"
+    short = LLAMA_8B.model_copy(update={"max_positions": 2048})
+    told = "context = 2048: the target has 2,048 positions, and new tokens take some; use fewer"
+    assert message(short, context=2048) == told
+    assert Roofline(H100, short, context=2047).target_ms(1) > 0
     with pytest.raises(ArchspecError, match=r"^rows = 0: the target reads at least one token$"):
         Roofline(H100, LLAMA_8B).target_ms(0)
 

@@ -30,6 +30,9 @@ class Watching:
         self.events: list[Event] = []
         self._at = at
 
+    def began(self, search: Search) -> None:
+        """See ``Watcher``."""
+
     def changed(self, search: Search, event: Event) -> None:
         """See ``Watcher``."""
         self.events.append(event)

@@ -1,7 +1,11 @@
-"""Sampling that can be counted: a target of five tokens, every continuation of it, and a chi-square over them."""
+"""Sampling that can be counted: a target of a few tokens, every continuation of it, a chi-square over them.
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+And decoding without chance: every random decision is taken both ways, so that the loop's distribution is known exactly.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -10,21 +14,31 @@ import torch
 from archspec.builder import adopt_target, build_draft
 from archspec.modules import Draft
 from runners.features.target import Target
+from runners.training.decoding import Cycles, Decoding, Sampler, ignore, run_cycles
 from tests.runners.drafts import tiny_spec
 from tests.runners.tiny import tiny_config, tiny_model, tiny_tokenizer
 
 
 @cache
-def small_pair() -> tuple[Target, Draft]:
-    """One layer, five tokens of which none ends; and a draft whose distributions are far from the target's."""
+def small_pair(tokens: int = 5, drafted: int | None = None) -> tuple[Target, Draft]:
+    """One layer, a few tokens of which none ends; and a draft whose distributions are far from the target's.
+
+    It drafts the last ``drafted`` of them, or all.
+    """
     config = tiny_config(
-        vocab_size=5, hidden_size=16, num_hidden_layers=1, intermediate_size=16, eos_token_id=None, bos_token_id=None
+        vocab_size=tokens,
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        eos_token_id=None,
+        bos_token_id=None,
     )
     target = Target(tiny_model(config, seed=3), tiny_tokenizer(), "small")
     target.eos_token_ids = frozenset()
     torch.manual_seed(1)
-    draft = build_draft(tiny_spec(target.facts, changes={"inputs.aux_layers": [0, 1]}))
-    adopt_target(draft, target.weights, None)
+    reduced = {} if drafted is None else {"head.vocab_size": drafted}
+    draft = build_draft(tiny_spec(target.facts, changes={"inputs.aux_layers": [0, 1], **reduced}))
+    adopt_target(draft, target.weights, None if drafted is None else torch.arange(tokens - drafted, tokens))
     with torch.no_grad():
         draft.lm_head.weight.mul_(2.0)  # surer than the target, and of other tokens
     return target, draft
@@ -68,3 +82,59 @@ def assert_distributed(texts: Sequence[Sequence[int]], wanted: Mapping[tuple[int
     degrees = len(pairs) - 1
     assert degrees > 5
     assert chi_square < degrees + 3.72 * np.sqrt(2 * degrees)
+
+
+CERTAIN = 1e-6  # what is left of a chance by rounding
+
+
+@dataclass(frozen=True)
+class Scripted(Sampler):
+    """Takes the decisions of ``script`` and after them the first possible ones.
+
+    ``taken`` are all that were taken, ``chances`` theirs, ``others`` the scripts of those that were not.
+    """
+
+    script: tuple[int, ...] = ()
+    taken: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    others: list[tuple[int, ...]] = field(default_factory=list)
+
+    def draw(self, weights_V: torch.Tensor) -> int:
+        """See ``Sampler``."""
+        return self._take((weights_V / weights_V.sum()).tolist())
+
+    def happens(self, chance: torch.Tensor) -> bool:
+        """See ``Sampler``."""
+        yes = min(1.0, float(chance))
+        return not self._take([yes, 1 - yes])
+
+    def _take(self, chances: list[float]) -> int:
+        options, place = [option for option, chance in enumerate(chances) if chance > CERTAIN], len(self.taken)
+        if place < len(self.script):
+            option = self.script[place]
+        else:
+            option = options[0]
+            self.others.extend((*self.taken, other) for other in options[1:])
+        self.taken.append(option)
+        self.chances.append(chances[option])
+        return option
+
+
+def every_text(
+    target: Target,
+    draft: Draft,
+    prompt: list[int],
+    length: int,
+    cycles: Callable[[Decoding], Cycles],
+    temperature: float,
+    top_p: float,
+) -> dict[tuple[int, ...], float]:
+    """The probability with which the loop writes each text of ``length`` tokens, by taking every decision every way."""
+    found = defaultdict[tuple[int, ...], float](float)
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        sampler = Scripted(temperature, top_p, None, scripts.pop())
+        decoded = run_cycles(cycles(Decoding(target, draft, sampler)), prompt, length, ignore)
+        found[tuple(decoded.tokens)] += float(np.prod(sampler.chances))
+        scripts += sampler.others
+    return found

@@ -265,8 +265,45 @@ def test_a_stage_that_all_fail_ends_the_search_with_the_reason(runs: Callable[..
     def failing(task: RungTask) -> Any:
         return Failure("out_of_memory", "16 GiB wanted") if task.rung == 1 else by_formula(task)
 
-    with pytest.raises(ArchspecError, match="run: no trial reached the last rung; failures: 16 GiB wanted"):
+    told = "5 trials failed one after another, the last as out_of_memory: 16 GiB wanted"
+    with pytest.raises(ArchspecError, match=told):
         runs().search(answer=failing).execute()
+    with pytest.raises(ArchspecError, match="run: no trial reached the last rung; failures: 16 GiB wanted"):
+        runs(4, 2, 1).search(answer=failing).execute()
+
+
+def test_the_place_of_one_that_failed_falls_to_the_next_best(runs: Callable[..., Runs]) -> None:
+    """Of six, the two that are promoted diverge, and the next two take their places."""
+    lengths, order = [1.1, 1.5, 1.2, 1.4, 1.3, 1.0], list[int]()
+
+    def failing(task: RungTask) -> Any:
+        if task.number not in order:
+            order.append(task.number)
+        place = order.index(task.number)
+        if task.rung == 1 and place in (1, 3):
+            return Failure("diverged", "loss nan")
+        return measured(task, lengths[place] + 0.01 * task.rung)
+
+    search = runs(6, 2, 1, baselines=[]).search(answer=failing)
+    ranked = search.execute()
+    assert [order.index(number) for number in at_stage(search, 1)] == [1, 3, 2, 4]
+    assert [record.number for record in ranked] == at_stage(search, 2)[:1] == [order[4]]
+    states = [search.study.records[number].state for number in order]
+    assert states == ["pruned", "failed", "pruned", "failed", "complete", "pruned"]
+
+
+def test_who_keeps_the_bounds_on_what_is_measured_goes_on_first(runs: Callable[..., Runs]) -> None:
+    """The smallest are followed, and break the bound."""
+    bound = {"acceptance_length": {"min": 1.3}}
+    objective = {"draft_length": 3, "minimize": "params", "maximize": "acceptance_length", "follow": "params"}
+    search = runs(8, 2, 1, baselines=[], constraints=bound, objective=objective).search(
+        answer=lambda task: measured(task, 1.0 + 0.2 * len(task.spec.layers))
+    )
+    (best,) = search.execute()
+    keeping = [r for r in search.study.records.values() if r.measurements[0].length >= 1.3]
+    least = sorted(record.columns["params"] for record in keeping)
+    assert {search.study.records[n].columns["params"] for n in at_stage(search, 1)} == set(least[:2])
+    assert best.columns["params"] == least[0]
 
 
 class Refusing(ReplayExecutor):
@@ -280,12 +317,11 @@ class Refusing(ReplayExecutor):
 def test_a_stage_that_never_fits_ends_the_search_with_the_reason(runs: Callable[..., Runs]) -> None:
     search = runs().search()
     search.executor = Refusing(by_formula)
-    with pytest.raises(
-        ArchspecError, match="run: no trial reached the last rung; failures: no node has so much memory"
-    ):
+    told = "5 trials failed one after another, the last as error: no node has so much memory"
+    with pytest.raises(ArchspecError, match=told):
         search.execute()
     states = [record.state for record in search.study.records.values()]
-    assert (states.count("failed"), states.count("pruned")) == (4, 3)
+    assert (states.count("failed"), states.count("complete")) == (5, 0)
 
 
 def test_too_many_failures_in_a_row_stop_a_stage_which_goes_on_later(runs: Callable[..., Runs]) -> None:

@@ -26,6 +26,9 @@ from tests.runners.watched import attempts, hold, release, require_no_step_twice
 
 
 class Silent:
+    def began(self, search: Any) -> None:
+        pass
+
     def changed(self, search: Any, event: Event) -> None:
         pass
 

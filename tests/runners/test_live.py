@@ -47,6 +47,9 @@ class Lines:
     def __init__(self) -> None:
         self.told: list[str] = []
 
+    def began(self, search: Search) -> None:
+        pass
+
     def changed(self, search: Search, event: Any) -> None:
         self.told.append(describe(search, search.study.records[event.task.number], event))
 
@@ -99,6 +102,9 @@ def seconds_left(search: Search, monkeypatch: pytest.MonkeyPatch, elapsed: float
     pace, left = Pace(), []
 
     class Asking:
+        def began(self, search: Search) -> None:
+            pass
+
         def changed(self, search: Search, event: Any) -> None:
             now[0] += elapsed * isinstance(event, Finished)
             pace.take(event, search.file.seed)

@@ -123,6 +123,10 @@ def test_one_scalar_is_followed(text: str, followed: str) -> None:
             "s.yaml:6: speed: times come from one place: give profile (a file of archspec profile) or accelerator (a",
         ),
         (
+            "speed:\n  profile: p.json\n  dtype: float16\n",
+            "s.yaml:8: speed.dtype: float16 is for an accelerator; a profile has its own, so leave dtype out",
+        ),
+        (
             "speed:\n  accelerator: H100-SXM\n  draft_lengths: [8, 2]\n",
             "s.yaml:8: speed.draft_lengths: the range is empty: 8 is above 2; use [2, 8]",
         ),

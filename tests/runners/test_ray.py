@@ -244,6 +244,9 @@ def test_a_search_on_ray_equals_the_local_one(address: str, tiny_store: FeatureS
         def __init__(self) -> None:
             self.events: list[Event] = []
 
+        def began(self, search: Any) -> None:
+            pass
+
         def changed(self, search: Any, event: Event) -> None:
             self.events.append(event)
 

@@ -55,6 +55,9 @@ class Watcher:
         self.events: list[Event] = []
         self._at = at
 
+    def began(self, search: Search) -> None:
+        pass
+
     def changed(self, search: Search, event: Event) -> None:
         self.events.append(event)
         self._at(search, event)

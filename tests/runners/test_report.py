@@ -28,11 +28,14 @@ from tests.runners.replay import ReplayExecutor, by_formula, new_folder, search_
 COLUMNS = (  # as the file's first line
     "rank,trial,name,baseline,state,rungs,train_tokens,value,speedup,best_k,draft_ms,draft_ms_source,pareto,meets,"
     "acceptance_length,low,high,seeds,failed_seeds,seed_std,acceptance_rate,alpha_0,alpha_1,alpha_2,params,trainable_params,flops_per_token,servable_by,loss,tokens_per_second,train_seconds,"
-    "dtype,seed,data,own_text,learning_rate,failure_kind,failure,hash"
+    "dtype,seed,data,own_text,proxy,learning_rate,failure_kind,failure,hash"
 )
 
 
 class Silent:
+    def began(self, search: Search) -> None:
+        pass
+
     def changed(self, search: Search, event: Event) -> None:
         return
 

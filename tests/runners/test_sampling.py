@@ -14,7 +14,8 @@ from runners.features.manifest import Manifest
 from runners.features.sampling import tempered
 from runners.features.store import FeatureStore
 from runners.features.target import Target
-from runners.training.acceptance import FOREIGN, Serving
+from runners.training.acceptance import Serving
+from runners.training.proxy import FOREIGN
 from runners.training.settings import EvalSettings
 from tests.runners.sampled import nucleus
 from tests.runners.tiny import conversation

@@ -40,6 +40,10 @@ class Counting:
             self.calls += 1
             self.named[frame.f_code.co_name] += frame.f_code.co_name in BY_SPEC
 
+    def began(self, search: Search) -> None:
+        """See ``Watcher``."""
+        self._inner.began(search)
+
     def changed(self, search: Search, event: Event) -> None:
         """See ``Watcher``."""
         self._inner.changed(search, event)

@@ -24,6 +24,9 @@ class Silent:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
+    def began(self, search: Search) -> None:
+        pass
+
     def changed(self, search: Search, event: Event) -> None:
         self.events.append(event)
 

@@ -132,6 +132,7 @@ class Oracle:
             "high": length + 0.01,
             "rate": 0.1,
             "conditional": [0.1] * 4,
+            "own_text": True,
         }
         goal = task.rungs[task.rung]
         result = Measurement(
@@ -152,6 +153,9 @@ class Oracle:
 
 class Silent:
     """Watches nothing."""
+
+    def began(self, search: Search) -> None:
+        pass
 
     def changed(self, search: Search, event: Event) -> None:
         pass

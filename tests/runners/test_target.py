@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import BertConfig, CohereConfig, Gemma2Config, Gemma3TextConfig, GPT2Config, GraniteConfig, LlamaModel
 
+from archspec.accelerators import accelerator_named
 from archspec.errors import ArchspecError
+from archspec.roofline import Roofline
 from archspec.rope import rope_of
 from runners.features.frozen import FrozenWeights
 from runners.features.target import Target, facts_of, find_packaged_gguf, load_target, target_facts
@@ -252,6 +254,18 @@ def test_facts_from_a_gguf_header(tmp_path: Path) -> None:
     expected = {"vocab_size": 3, "head_dim": 8, "norm_eps": 1e-5, "rope_theta": 10_000.0, "max_positions": 512}
     assert facts.model_dump(include=set(expected)) == expected
     assert target_facts(str(tmp_path)) == facts  # a folder that holds one GGUF file is that file
+
+
+@pytest.mark.parametrize(("experts", "model_type"), [(None, "llama"), (0, "llama"), (8, "mixtral")])
+def test_a_gguf_header_tells_a_mixture_of_experts(experts: int | None, model_type: str, tmp_path: Path) -> None:
+    """Llama.cpp calls both llama; counted as dense, a mixture would read all its experts or one."""
+    facts = target_facts(str(write_gguf(tmp_path / "tiny.gguf", expert_count=experts)))
+    assert facts.model_type == model_type
+    if experts:
+        with pytest.raises(ArchspecError, match="target of type 'mixtral': the roofline counts dense decoders"):
+            Roofline(accelerator_named("H100-SXM"), facts)
+    else:
+        assert Roofline(accelerator_named("H100-SXM"), facts).target_ms(1) > 0
 
 
 SCALED: dict[str, dict[str, Any]] = {

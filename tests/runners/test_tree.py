@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from archspec.errors import ArchspecError
 from archspec.modules import Draft
@@ -71,6 +72,23 @@ def test_a_tree_without_branches_is_the_chain_cycle_by_cycle(
         tree = decode_tree(target, draft, prompt, 16, shape, temperature=temperature, generator=random[0])
         chain = decode_speculative(target, draft, prompt, 16, 3, temperature=temperature, generator=random[1])
         assert tree == chain
+
+
+def test_a_cache_that_holds_the_accepted_path_alone_is_not_cropped(
+    target: Target, prompts: list[list[int]], tiny_store: FeatureStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 0 rows, which earlier transformers take for the length that is to be left."""
+    cropped, crop = list[int](), DynamicCache.crop
+
+    def noted(cache: DynamicCache, rows: int) -> None:
+        cropped.append(rows)
+        crop(cache, rows)
+
+    monkeypatch.setattr(DynamicCache, "crop", noted)
+    draft = draft_of_kind(tiny_store, "eagle3")
+    decoded = [decode_tree(target, draft, prompt, NEW_TOKENS, CHAINS[0]) for prompt in prompts]
+    assert max(max(one.accepted) for one in decoded) == 3
+    assert max(cropped) < 0
 
 
 def test_each_node_has_the_state_of_its_own_path(target: Target, prompts: list[list[int]], draft: Draft) -> None:

@@ -10,8 +10,9 @@ from rich.console import Console, RenderableType
 
 from archspec.errors import ArchspecError
 from runners.display.status import PROGRESS_FILE, SILENT_SECONDS, read_status
-from runners.display.view import Row, Running, View, clock, count, render
+from runners.display.view import Row, Running, View, clock, count, proxy_of_rows, render
 from runners.search.objective import Direction, ObjectiveName
+from runners.training.proxy import FOREIGN
 
 
 def row(trial: int, name: str, state: str = "complete", **values: object) -> Row:
@@ -61,7 +62,7 @@ ROWS = (
 
 
 def view(
-    proxy: bool = False,
+    proxy: str = "",
     rows: tuple[Row, ...] = ROWS,
     followed: ObjectiveName = "acceptance_length",
     objectives: dict[ObjectiveName, Direction] | None = None,
@@ -167,9 +168,34 @@ def test_before_any_end_the_best_at_the_highest_rung_leads(direction: Direction,
 
 
 def test_foreign_text_is_called_a_proxy() -> None:
-    lines = text(render(view(proxy=True), 120), 120)
-    assert lines[2].startswith("proxy: the text was not written by the target")
+    lines = text(render(view(proxy=FOREIGN), 120), 120)
+    assert lines[2] == "proxy: the text was not written by the target, so acceptance is only an indication"
     assert "length (proxy)" in lines[4]
+
+
+def board(*rows: tuple[int, str | None], own: bool = True) -> list[dict[str, str]]:
+    """Rows of a leaderboard by rungs reached and reason, which old files lack."""
+    told = [{"rungs": str(rungs), "own_text": str(own)} for rungs, _ in rows]
+    return [row if reason is None else row | {"proxy": reason} for row, (_, reason) in zip(told, rows, strict=True)]
+
+
+SERVED = "the text was sampled at temperature 0, but is served at temperature 0.8"
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        (board((2, ""), (0, "")), ""),
+        (board((0, ""), (1, SERVED)), SERVED),
+        (board((0, ""), (0, ""), own=False), FOREIGN),
+        (board((1, ""), (0, ""), own=False), ""),  # all that is held out is the target's own
+        (board((1, None), own=False), FOREIGN),
+        (board((1, None)), ""),
+        ([], ""),
+    ],
+)
+def test_what_was_measured_says_why_it_is_a_proxy(rows: list[dict[str, str]], reason: str) -> None:
+    assert proxy_of_rows(rows) == reason
 
 
 def test_before_the_first_measurement_nothing_is_best() -> None:
