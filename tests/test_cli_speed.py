@@ -181,6 +181,30 @@ def test_a_bound_that_nothing_can_meet(bounds: str, nearest: str, search: Refusi
 # Going on
 
 
+@pytest.mark.parametrize(
+    ("bound", "rule"),
+    [
+        (
+            "acceptance_length: {min: 9}",
+            "acceptance_length.min: no draft can reach 9: {free} has 5 with 4 drafted tokens",
+        ),
+        ("acceptance_rate: {min: 1.5}", "acceptance_rate.min: no draft can reach 1.5: {free} has 1 at all"),
+    ],
+)
+def test_a_bound_on_what_is_measured_that_no_draft_can_reach(bound: str, rule: str, search: Refusing) -> None:
+    free = "one that costs nothing and is always right"
+    told = search.message(f"speed: {{profile: P.json, context: 100}}\nconstraints: {{{bound}}}\n")
+    assert told == f"error: constraints.{rule.format(free=free)}\n"
+
+
+def test_a_speedup_that_no_draft_can_reach(search: Refusing) -> None:
+    told = search.message(
+        "speed: {profile: P.json, context: 100, draft_lengths: [1, 2]}\nconstraints: {speedup: {min: 50}}\n"
+    )
+    free = "one that costs nothing and is always right has"
+    assert f"constraints.speedup.min: no draft can reach 50: {free} 2.942 by the profile of" in told
+
+
 def test_a_run_goes_on_with_the_times_that_it_began_with_alone(world: World, tmp_path: Path) -> None:
     profile, run = world.profile(tmp_path / "p.json"), tmp_path / "run"
     changes: dict[str, Any] = {"budget": {"trials": 1, "rungs": [300]}}

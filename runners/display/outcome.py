@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runners.display.columns import Column, fitted_table
+from runners.display.view import pick_line, times_line
 from runners.search.agreement import SELECTION
 from runners.search.result import BestConfig, Decoded
 
@@ -36,16 +37,6 @@ def outcome(best: BestConfig, width: int) -> Iterator[RenderableType]:
         yield ""
         yield decoded_table(best.decoded, width)
         yield from (Text(line, style="yellow") for line in decoded_notes(best.decoded))
-
-
-def times_line(source: str) -> str:
-    """Where the times of a search come from."""
-    return f"speed-up predicted from the {source}"
-
-
-def pick_line(name: str, why: str) -> str:
-    """The recommended draft and why it is."""
-    return f"recommended: {name}, {why}"
 
 
 def decoded_table(decoded: Sequence[Decoded], width: int) -> Table:

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from archspec.errors import ArchspecError
-from runners.display.outcome import pick_line, times_line
-from runners.display.view import NEEDED_COLUMNS, Row, Running, View, clock, proxy_of_rows
+from runners.display.view import (
+    NEEDED_COLUMNS,
+    Row,
+    Running,
+    View,
+    clock,
+    pick_line,
+    proxy_of_rows,
+    times_line,
+)
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
 

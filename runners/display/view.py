@@ -215,6 +215,16 @@ def table(view: View, rows: Sequence[Row], width: int) -> Table:
     )
 
 
+def times_line(source: str) -> str:
+    """Where the times of a search come from."""
+    return f"speed-up predicted from the {source}"
+
+
+def pick_line(name: str, why: str) -> str:
+    """The recommended draft and why it is."""
+    return f"recommended: {name}, {why}"
+
+
 def proxy_note(reason: str) -> str:
     """What tables say of figures that are a proxy for this reason."""
     return f"proxy: {reason}, so acceptance is only an indication"

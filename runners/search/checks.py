@@ -60,8 +60,8 @@ def require_some_draft(file: SearchFile, facts: TargetFacts, times: Times | None
     for name, (most, where) in greatest.items():
         bound = getattr(file.constraints, name)
         if bound is not None and bound.min is not None and bound.min > most:
-            rule = f"no draft can reach {bound.min:g}: one that costs nothing and is always right has {most:.4g} {where}"
-            raise ArchspecError(f"constraints.{name}.min: {rule}")
+            ideal = f"one that costs nothing and is always right has {most:.4g} {where}"
+            raise ArchspecError(f"constraints.{name}.min: no draft can reach {bound.min:g}: {ideal}")
 
 
 def require_baselines(file: SearchFile, facts: TargetFacts) -> None:

@@ -90,7 +90,7 @@ def incomparable(times: Times, device: str, dtype: str) -> str:
         (profile.hardware in machines, profile.hardware, f"on {name}"),
         (profile.dtype == dtype, profile.dtype, f"in {dtype}"),
         (not on_cpu or profile.threads in (None, threads), f"{profile.threads} CPU threads", f"with {threads}"),
-        (on_cpu, f"CUDA graphs with drafts in {profile.dtype}", "a loop in Python with drafts in float32"),
+        (on_cpu, f"CUDA graphs with drafts in {profile.dtype}", "in a loop in Python with drafts in float32"),
         (times.batch == LOOP_BATCH, f"a batch of {times.batch}", "with one sequence at a time"),
     )
     return "; ".join(f"predicted for {theirs}, but measured {ours}" for same, theirs, ours in pairs if not same)

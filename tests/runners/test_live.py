@@ -1,5 +1,6 @@
 """What a search says while it runs and when it ends: lines for events, the time that is left, and the outcome."""
 
+import re
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runners.display.live import Pace, PlainLines, describe, summary, view_of
-from runners.display.outcome import outcome
+from archspec.files import write_json
+from runners.display.live import LiveTable, Pace, PlainLines, describe, summary, view_of
+from runners.display.outcome import decoded_notes, decoded_table, outcome
 from runners.display.status import read_status
+from runners.display.view import render
 from runners.features.store import FeatureStore
 from runners.search.driver import Search
 from runners.search.executor import Failure, Finished, Started
@@ -18,7 +21,7 @@ from runners.search.leaderboard import write_leaderboard
 from runners.search.report import best_config
 from runners.search.result import BestConfig, Decoded
 from runners.training.trial import RungTask
-from tests.runners.interrupted import Runs, events
+from tests.runners.interrupted import Interrupted, Runs, events
 from tests.runners.replay import K, ToyTimes, by_formula, measured, search_file
 
 STAGES = [{"candidates": 5, "tokens": 100}, {"candidates": 2, "tokens": 300, "seeds": 2}]
@@ -145,8 +148,6 @@ def test_a_waiting_candidate_is_shown_so(runs: Callable[..., Runs], monkeypatch:
 
 
 def summary_rows(search: Search) -> list[Any]:
-    from runners.display.view import render
-
     return [render(view_of(search, Pace()), 140)]
 
 
@@ -185,7 +186,9 @@ def decoded(**changes: Any) -> Decoded:
         "expected_length": 2.2,
         "same_text": 8,
         "responses": 8,
-        "comparable": True,
+        "incomparable": "",
+        "plain_ms": 10.0,
+        "profiled_ms": 10.0,
     }
     return Decoded(**{**told, **changes})
 
@@ -201,7 +204,7 @@ def best(runs: Callable[..., Runs]) -> BestConfig:
 
 
 def test_the_outcome_says_what_it_rests_on(best: BestConfig) -> None:
-    text = shown(outcome(best))
+    text = shown(outcome(best, 400))
     assert "speed-up predicted from the toy times" in text
     assert f"draws turned away before training, by constraint: draft_ms {best.turned_away['draft_ms']}" in text
     assert "100 -> 300 tokens: no correlation over 3 of 5 candidates: fewer than 4 say nothing" in text
@@ -211,8 +214,9 @@ def test_the_outcome_says_what_it_rests_on(best: BestConfig) -> None:
 
 
 def test_predicted_stands_beside_measured(best: BestConfig) -> None:
-    rows = [decoded(), decoded(draft="tree 8", predicted=None, expected_length=None), decoded(comparable=False)]
-    lines = shown(outcome(best.model_copy(update={"decoded": rows}))).splitlines()[-4:]
+    elsewhere = decoded(incomparable="measured elsewhere", plain_ms=99.0)
+    rows = [decoded(), decoded(draft="tree 8", predicted=None, expected_length=None), elsewhere, elsewhere]
+    lines = shown(outcome(best.model_copy(update={"decoded": rows}), 400)).splitlines()[-6:]
     assert lines[0].split("  ")[0] == "decoded for real"
     assert lines[1].split() == [
         "d2",
@@ -230,14 +234,89 @@ def test_predicted_stands_beside_measured(best: BestConfig) -> None:
         "8",
     ]
     assert lines[2].split() == ["d2", "tree", "8", "1.440", "[1.400,", "1.500]", "2.1000", "8", "of", "8"]
-    assert "%" not in lines[3]
+    assert "%" not in lines[3] + lines[4]
+    assert lines[5] == "not comparable: measured elsewhere"  # once, and nothing of the machine's speed
+
+
+@pytest.mark.parametrize(("plain_ms", "told"), [(11.4, None), (8.6, None), (11.6, "+16%"), (8.0, "-20%")])
+def test_a_machine_that_is_not_as_it_was_when_profiled_is_told(plain_ms: float, told: str | None) -> None:
+    notes = list(decoded_notes([decoded(), decoded(plain_ms=plain_ms)]))
+    slow = f"plain decoding took {plain_ms:.2f} ms a token, {told} beside the profile's 10.00"
+    assert notes == ([] if told is None else [f"the machine was not as it was when profiled: {slow}"])
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_figure_of_real_decoding_is_cut(width: int) -> None:
+    long = decoded(name="eagle3-deep-fused-once-of-a-long-name", draft="tree 4,4,16", measured=10.25, low=10.1, high=11)
+    lines = shown([decoded_table([long, decoded(responses=128, same_text=126)], width)], width).splitlines()
+    assert len(lines) == 3
+    assert [line.count("…") for line in lines] == [0, 1, 0]  # the name
+    assert lines[1].startswith("eagle3-deep")
+    for figure in ("tree 4,4,16", "1.500", "10.250", "[10.100, 11.000]", "+583.3%"):
+        assert re.search(rf"(^|  ){re.escape(figure)}(  |$)", lines[1])
+    heads = [head for head in ("length", "expected", "same text") if head in lines[0]]
+    assert heads == {80: [], 100: ["length", "expected"], 120: ["length", "expected", "same text"]}[width]
+    told = {"length": "2.1000", "expected": "2.2000", "same text": "126 of 128"}
+    assert all(told[head] in lines[2] for head in heads)
 
 
 def test_one_objective_that_is_the_winner_needs_no_recommendation(tiny_store: FeatureStore, tmp_path: Path) -> None:
     search = Runs(tmp_path, tiny_store, search_file(tiny_store)).search()
-    text = shown(outcome(best_config(search, search.execute())))
+    best = best_config(search, search.execute())
+    text = shown(outcome(best, 400))
     assert "recommended" not in text
     assert "speed-up" not in text
+    slower = f"{best.recommended.why}; it is predicted to make serving slower than without a draft"
+    warned = best.model_copy(update={"recommended": best.recommended.model_copy(update={"why": slower})})
+    assert f"recommended: {best.recommended.name}, {slower}" in shown(outcome(warned, 400))
+
+
+def test_status_names_times_and_the_recommended_draft(runs: Callable[..., Runs]) -> None:
+    search = runs({"trials": 3}).search()
+    with PlainLines(Console(quiet=True)) as watcher:
+        search._watcher = watcher
+        ranked = search.execute()
+    view, data = read_status(search.folder.path)
+    assert (data["times"], data["recommended"], view.closing) == (None, None, ())
+    best = best_config(search, ranked)
+    write_json(search.folder.best_config, best.model_dump(mode="json"))
+    view, data = read_status(search.folder.path)
+    assert (data["times"], data["recommended"]) == ("toy times", best.recommended.model_dump())
+    lines = shown([render(view, 200)]).splitlines()
+    assert lines[-3:] == ["", "speed-up predicted from the toy times", f"recommended: {best.name}, the best speedup"]
+
+
+def stopped_after(search: Search) -> None:
+    """Execute it, and stop while its finalists would be decoded."""
+    with PlainLines(Console(quiet=True)) as watcher:
+        search._watcher = watcher
+        search.execute()
+        raise Interrupted
+
+
+def test_a_search_with_nothing_left_to_train_is_running_until_it_has_decoded(runs: Callable[..., Runs]) -> None:
+    """After training, and after a resume, no event comes while finalists are decoded."""
+    one = runs({"trials": 2})
+    first = one.search()
+    with pytest.raises(Interrupted):
+        stopped_after(first)
+    assert read_status(first.folder.path)[1]["state"] == "stopped"
+    again = one.search()
+    with PlainLines(Console(quiet=True)) as watcher:
+        again._watcher = watcher
+        again.execute()
+        assert read_status(again.folder.path)[1]["state"] == "running"
+    assert read_status(again.folder.path)[1]["state"] == "finished"
+
+
+def test_the_table_shows_at_once_what_a_resume_finds(runs: Callable[..., Runs]) -> None:
+    one = runs({"trials": 2})
+    one.search().execute()
+    again, table = one.search(), LiveTable(Console(quiet=True))
+    assert "the first trial begins" in shown([table._render()])
+    again._watcher = table
+    again.execute()
+    assert "2 of 2 trials" in shown([table._render()])
 
 
 def test_the_summary_names_the_files(runs: Callable[..., Runs], best: BestConfig) -> None:

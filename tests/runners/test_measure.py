@@ -16,10 +16,12 @@ from archspec.resolve import ResolvedSpec
 from archspec.speedup import speedup
 from archspec.step_fit import StepCounts
 from archspec.weights import SPEC_FILE, WEIGHTS_FILE
-from runners.commands.speed import app
+from runners.commands.speed import _settings, app
 from runners.display.console import Commands, make_console
 from runners.display.speed import profile_tables
 from runners.features.target import Target
+from runners.search.objective import SpeedSettings
+from runners.search.search_file import SearchFile
 from runners.speed.choose import spread_drafts
 from runners.speed.clock import CpuClock
 from runners.speed.loop import Mark, WatchedTarget, _beside, fixed_cost
@@ -322,6 +324,22 @@ budget: {{trials: 3, rungs: [100]}}
     assert [entry.hash for entry in drafts[:2]] == [own.hash, small(target, **{"head.vocab_size": 100}).hash]
     assert len(drafts) == 4
     assert "fitted, with a mean error of" in done.output
+
+
+def test_the_command_measures_a_searchs_own_use(tmp_path: Path) -> None:
+    """What options say goes before what the file says, and that before what is usual."""
+    speed = "speed: {profile: p.json, batch: 2, context: 16, draft_lengths: [2, 3], threads: 1}\n"
+    (tmp_path / "search.yaml").write_text(
+        "target: {model: m}\ndata: {conversations: [none.jsonl]}\nfeatures: none\nspace: depth-and-fusion\n"
+        f"budget: {{trials: 3, rungs: [100]}}\n{speed}"
+    )
+    file = SearchFile.load(tmp_path / "search.yaml")
+    assert _settings(file, None, None, None, 5, None) == MeasureSettings((2,), (16,), 3, 5, 1)
+    assert _settings(file, "1,4", "8", 6, 5, 2) == MeasureSettings((1, 4), (8,), 6, 5, 2)
+    usual = MeasureSettings((SpeedSettings.model_fields["batch"].default,), (512,), 8, 5, None)
+    assert SpeedSettings.model_fields["context"].default == 512
+    without = file.model_copy(update={"speed": None})
+    assert _settings(None, None, None, None, 5, None) == _settings(without, None, None, None, 5, None) == usual
 
 
 def test_the_command_says_what_it_lacks(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from archspec.builder import adopt_target, build_draft
-from archspec.profile import Profile
+from archspec.profile import Profile, ProfileTimes
 from archspec.weights import save_draft
 from runners.features.store import FeatureStore
-from runners.search import measuring
+from runners.search import measuring, prediction
 from runners.search.driver import Search
 from runners.search.front import recommended
 from runners.search.measuring import decode_finalists, measure_search_profile
+from runners.search.prediction import incomparable
 from runners.search.record import Record
 from runners.training.trial import WEIGHTS_FOLDER
 from tests.runners.drafts import single_thread
@@ -66,7 +67,9 @@ def test_finalists_and_the_pick_are_decoded_as_a_chain_and_as_a_tree(finished: F
         )
         assert chain.same_text == tree.same_text == chain.responses == tree.responses == 2
         assert 0 < chain.low <= chain.measured <= chain.high
-        assert not chain.comparable
+        assert chain.incomparable.startswith("predicted from the toy times, but measured on ")
+        assert chain.plain_ms == tree.plain_ms > 0
+        assert chain.profiled_ms == ToyTimes().target_ms(1)
 
 
 def test_a_finalist_that_cannot_be_decoded_is_told_and_left_out(finished: Finished) -> None:
@@ -101,3 +104,42 @@ def test_a_profile_that_is_not_there_is_measured_at_the_searchs_own_use(
     assert told[0] == f"profile: {path} is not there, so {measured}"
     fitted = r"drafts beside the measured ones are fitted with a mean error of \d+\.\d%"
     assert re.fullmatch(rf"profile: {path}: {fitted}; the quartiles of T\(1\) lie \d+% of it apart", told[1])
+
+
+FAST = {"processor": "a CPU", "gpus": ["a GPU"]}
+
+
+def profile_times(store: FeatureStore, hardware: str, batch: int = 1) -> ProfileTimes:
+    profile = Profile.model_validate(
+        {
+            "hardware": hardware,
+            "dtype": "float32",
+            "target": {"model": "tiny", "facts": store.facts.model_dump()},
+            "target_times": [{"batch": batch, "context": 64, "rows": rows, "ms": 10.0 + rows} for rows in (1, 9)],
+            "drafts": [
+                {"hash": "0" * 12, "times": [{"batch": batch, "context": 64, "step_ms": 1.0}]},
+            ],
+        }
+    )
+    return ProfileTimes(profile, store.facts, None, batch=batch, context=64)
+
+
+def test_what_sets_predicted_and_measured_apart(tiny_store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "hardware", lambda: FAST)
+    here = profile_times(tiny_store, "a CPU")
+    assert incomparable(here, "cpu", "float32") == ""
+    assert incomparable(here, "cpu", "bfloat16") == "predicted for float32, but measured in bfloat16"
+    two = incomparable(profile_times(tiny_store, "another", 2), "cpu", "float32")
+    assert two == (
+        "predicted for another, but measured on a CPU; "
+        "predicted for a batch of 2, but measured with one sequence at a time"
+    )
+    assert incomparable(ToyTimes(), "cpu", "float32") == "predicted from the toy times, but measured on a CPU"
+
+
+def test_on_cuda_nothing_is_comparable(tiny_store: FeatureStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even on the GPU that was profiled, in the same float type."""
+    monkeypatch.setattr(prediction, "hardware", lambda: FAST)
+    assert incomparable(profile_times(tiny_store, "a GPU"), "cuda:0", "float32") == (
+        "predicted for CUDA graphs with drafts in float32, but measured in a loop in Python with drafts in float32"
+    )

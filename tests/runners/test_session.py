@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from archspec.schema import Document
 from runners.display.live import Pace, PlainLines, describe, view_of
 from runners.display.status import read_status
 from runners.features.store import FeatureStore
+from runners.search import session
 from runners.search.checks import check_fit, require_train_choices
 from runners.search.driver import Search
 from runners.search.executor import Event, Finished, Started
+from runners.search.objective import DecodeSettings
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile
 from runners.search.session import Prepared, aux_layers, execute, open_features
@@ -221,6 +224,21 @@ def test_what_was_measured_but_not_told_is_not_trained_again(prepared: Prepared)
     again = [number for number, _, seed in oracle.submitted if seed == prepared.file.seed]
     assert set(again) == after.study.records.keys() - {0}
     assert len(again) == len(prepared.file.budget.rungs)
+
+
+def test_results_outlive_what_breaks_while_finalists_are_decoded(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> list[Any]:
+        raise MemoryError("no room for the target")
+
+    monkeypatch.setattr(session, "decode_finalists", breaks)
+    monkeypatch.setattr(session, "write_results", lambda search, _, decoded=(): seen.append(tuple(decoded)))
+    seen: list[Any] = []
+    file = prepared.file.model_copy(update={"decode": DecodeSettings()})
+    with pytest.raises(MemoryError):
+        session.execute(replace(prepared, file=file), Silent(), Oracle())
+    assert seen == [()]
 
 
 def test_time_left_follows_the_tokens_that_are_left(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

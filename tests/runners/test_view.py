@@ -1,16 +1,18 @@
 """The table of a search, read as the text that a terminal shows."""
 
 import json
+import re
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from archspec.errors import ArchspecError
 from runners.display.status import PROGRESS_FILE, SILENT_SECONDS, read_status
-from runners.display.view import Row, Running, View, clock, count, proxy_of_rows, render
+from runners.display.view import Row, Running, View, clock, count, proxy_of_rows, render, table
 from runners.search.objective import Direction, ObjectiveName
 from runners.training.proxy import FOREIGN
 
@@ -112,6 +114,34 @@ def test_narrow_terminals_lose_columns_and_short_ones_rows() -> None:
     assert "params" not in lines[3]
     assert max(map(len, lines)) <= 90
     assert lines[-1] == "  … and 2 more in leaderboard.csv"
+
+
+@pytest.mark.parametrize("proxy", ["", FOREIGN])
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_figure_is_cut(width: int, proxy: str) -> None:
+    """The speed-up stays at every width; what else has no room goes as a whole column."""
+    name = "eagle3-deep-fused-once-of-a-long-name"
+    figures: dict[str, Any] = {
+        "speedup": 11.523,
+        "best_k": 12,
+        "pareto": "True",
+        "seeds": 3,
+        "train_tokens": 1_200_000_000,
+    }
+    long = row(123, name, rank=12, acceptance_length=10.25, low=10.1, high=11.5, tokens_per_second=12_345.0, **figures)
+    live = row(124, "d1", "running", running=Running(124, 0, 1, 20_000_000, 60_000_000, 12_345.0))
+    shown = table(view(proxy, (long, live), "speedup", FAST_AND_SMALL), (long, live), width)
+    head, told, _ = text(shown, width)
+    length = "length (proxy)" if proxy else "length"
+    wanted = {"speed-up": "11.523 k=12", length: "10.2500", "trial": "123", "#": "12*"}
+    more = {"tokens": "1,200,000,000", "interval": "[10.1000, 11.5000]", "params": "21.3M", "tok/s": "12,345"}
+    wanted |= {name: figure for name, figure in more.items() if name in head}
+    for figure in wanted.values():
+        assert re.search(rf"(^|  ){re.escape(figure)}(  |$)", told), figure
+    assert all(name in head for name in wanted)
+    assert told.count("…") == 1
+    assert re.search(r"  eagle3-deep-f\S*…  done", told)
+    assert ("tokens" in head, "interval" in head) == (width > 80, width > 100)
 
 
 def test_a_cluster_shows_where_trials_run() -> None:
@@ -241,6 +271,22 @@ def test_status_tells_a_live_search_from_a_dead_one(
     seen, data = read_status(tmp_path)
     assert data["state"] == state
     assert note in seen.note
+
+
+def test_status_reads_a_leaderboard_of_before_there_were_speed_ups(tmp_path: Path) -> None:
+    search = "target: {model: m}\ndata: {conversations: [t.jsonl]}\nfeatures: f\nspace: norms\n"
+    (tmp_path / "search.yaml").write_text(f"{search}budget: {{trials: 2, rungs: [9]}}\n")
+    head = "rank,trial,name,baseline,state,rungs,train_tokens,acceptance_length,low,high,seeds,params,tokens_per_second"
+    rows = ("1,1,d2,False,complete,1,9,1.5,1.4,1.6,1,2000,40,,True", ",0,d1,True,failed,0,0,,,,0,1000,,error,True")
+    lines = [f"{head},failure_kind,own_text", *rows]
+    (tmp_path / "leaderboard.csv").write_text("\n".join(lines) + "\n")
+    seen, data = read_status(tmp_path)
+    assert [(one.value, one.speedup, one.best_k, one.pareto) for one in seen.rows] == [
+        (1.5, None, None, False),
+        (None, None, None, False),
+    ]
+    assert data["best"]["name"] == "d2"
+    assert any("d2  1.5000 [1.4000, 1.6000]" in line for line in text(render(seen, 120), 120))
 
 
 def test_status_names_a_column_that_is_missing(tmp_path: Path) -> None:
