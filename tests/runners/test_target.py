@@ -263,9 +263,9 @@ def test_a_gguf_header_tells_a_mixture_of_experts(experts: int | None, model_typ
     assert facts.model_type == model_type
     if experts:
         with pytest.raises(ArchspecError, match="target of type 'mixtral': the roofline counts dense decoders"):
-            Roofline(accelerator_named("H100-SXM"), facts)
+            Roofline(accelerator_named("H100-SXM"), facts, context=128)
     else:
-        assert Roofline(accelerator_named("H100-SXM"), facts).target_ms(1) > 0
+        assert Roofline(accelerator_named("H100-SXM"), facts, context=128).target_ms(1) > 0
 
 
 SCALED: dict[str, dict[str, Any]] = {
