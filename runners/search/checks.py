@@ -8,7 +8,7 @@ from archspec.schema import Document
 from archspec.speedup import Times
 from runners.features.manifest import MANIFEST
 from runners.search.search_file import SearchFile
-from runners.search.times import open_times, profile_missing
+from runners.search.times import missing_profile, open_times
 from runners.training.settings import TrainSettings
 from search_spaces import apply_overrides, require_feasible
 
@@ -22,9 +22,10 @@ def check_alone(file: SearchFile) -> None:
     if not file.data.conversations and not (file.features.path / MANIFEST).is_file():
         rule = f"{file.features.path} holds no feature store yet; name JSONL files to capture, or adopt a dump into it"
         raise ArchspecError(f"data.conversations: names no file, and {rule}")
-    if profile_missing(file) and file.runner.kind != "local":
+    missing = missing_profile(file)
+    if missing is not None and file.runner.kind != "local":
         rule = "no such profile; measure one with archspec profile on the machine that will serve"
-        raise ArchspecError(f"speed.profile: {file.speed and file.speed.profile}: {rule}")
+        raise ArchspecError(f"speed.profile: {missing}: {rule}")
     for path in file.data.conversations:
         if not path.is_file():
             raise ArchspecError(f"data.conversations: {path}: no such conversations file")

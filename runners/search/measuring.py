@@ -25,14 +25,11 @@ from runners.training.single import open_draft
 from search_spaces import apply_overrides
 
 Report = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 PROFILED_DRAFTS, ROUNDS = 10, 12
 
 
-def measure_search_profile(
-    file: SearchFile, store: FeatureStore, report: Report, progress: Progress | None = None
-) -> None:
+def measure_search_profile(file: SearchFile, store: FeatureStore, report: Report) -> None:
     """Measure the profile that the search names: its baselines and drafts from all over its space, at its own use."""
     speed = file.speed
     assert speed is not None
@@ -43,7 +40,7 @@ def measure_search_profile(
     specs = spread_drafts(file.space, store.facts, file.fixed, named, PROFILED_DRAFTS)
     what = f"the target and {len(specs)} drafts are measured on this machine, which should do nothing else"
     report(f"profile: {speed.profile} is not there, so {what}")
-    profile = measure_profile(_target(file), file.target.model, specs, settings, progress or (lambda _, __: None))
+    profile = measure_profile(_target(file), file.target.model, specs, settings)
     profile.save(speed.profile)
     times = ProfileTimes(profile, store.facts, None, batch=speed.batch, context=speed.context)
     error = "an unknown error" if times.fit_error is None else f"a mean error of {times.fit_error:.1%}"

@@ -32,7 +32,7 @@ from runners.search.resources import by_training_memory
 from runners.search.result import BestConfig
 from runners.search.run_folder import RunFolder
 from runners.search.search_file import SearchFile, TargetSettings
-from runners.search.times import open_times, profile_missing, times_identity
+from runners.search.times import missing_profile, open_times, times_identity
 from runners.search.worker import Shared
 from runners.training.device import compute_dtype, pick_device
 from runners.training.settings import TrainSettings
@@ -98,11 +98,12 @@ def prepare(
 
 def _times(folder: RunFolder, file: SearchFile, store: FeatureStore, report: Report) -> Times | None:
     """The search's times; a profile that is not there yet is measured first, and bounds on time are checked by it."""
-    if not profile_missing(file):
+    missing = missing_profile(file)
+    if missing is None:
         return open_times(file, store.facts, store.manifest.key.target)
     if _provenance(folder) is not None:  # another measurement would give other times
         rule = f"no such file, but {folder.path} began with its times; put it back, or begin a new run with --out"
-        raise ArchspecError(f"speed.profile: {file.speed and file.speed.profile}: {rule}")
+        raise ArchspecError(f"speed.profile: {missing}: {rule}")
     measure_search_profile(file, store, report)
     times = open_times(file, store.facts, store.manifest.key.target)
     require_some_draft(file, store.facts, times)

@@ -243,7 +243,7 @@ class Study:
             self._study.tell(trial, state=TrialState.PRUNED if known else TrialState.FAIL)
 
     def _note(self, record: Record, measurement: Measurement, values: list[float]) -> None:
-        """Write a rung's values into the study, once, and how far they are beyond the bounds on them."""
+        """Write a rung's values into the study, once, and whether they keep the bounds on what was measured."""
         frozen, trial = self._frozen(record), self._trial(record)
         if frozen.state.is_finished() or _rung_key(measurement.rung) in frozen.user_attrs:
             return

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from archspec.accelerators import accelerator_named
@@ -22,14 +23,14 @@ from search_spaces import apply_overrides
 def open_times(file: SearchFile, facts: TargetFacts, fingerprint: str | None = None) -> Times | None:
     """The search's times, checked to cover its batch size, context, draft lengths and baselines.
 
-    None where the search asks for none, and where its profile is still to be measured (see ``profile_missing``).
+    None where the search asks for none, and where its profile is still to be measured (see ``missing_profile``).
     ``fingerprint`` is the target's, as far as it is known.
 
     Raises:
         ArchspecError: the profile is broken or for another target, does not cover what is asked, or the accelerator is
             unknown or too small.
     """
-    if file.speed is None or profile_missing(file):
+    if file.speed is None or missing_profile(file) is not None:
         return None
     times = times_for(file.speed, facts, fingerprint)
     if isinstance(times, ProfileTimes) and not times.coefficients:
@@ -107,6 +108,7 @@ def times_identity(times: Times | None) -> str | None:
     return f"{times.source}; {digest}"
 
 
-def profile_missing(file: SearchFile) -> bool:
-    """Whether the search names a profile that is not there yet."""
-    return file.speed is not None and file.speed.profile is not None and not file.speed.profile.exists()
+def missing_profile(file: SearchFile) -> Path | None:
+    """The profile that the search names, if it is not there yet."""
+    profile = None if file.speed is None else file.speed.profile
+    return None if profile is None or profile.exists() else profile

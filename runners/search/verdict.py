@@ -1,6 +1,7 @@
 """How sure a search is of its best architecture: its lead beside what the seed alone moves."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from runners.search.agreement import SeedSpread, seed_spread
 from runners.search.record import Record
@@ -17,7 +18,7 @@ def judge(ranked: Sequence[Record], scorer: Scorer) -> Verdict:
     """
     winner = ranked[0]
     rivals = [record for record in ranked[1:] if scorer.meets(record) or not scorer.meets(winner)]
-    means = {record.number: _mean(scorer.gains(record)) for record in ranked}
+    means = {record.number: fmean(scorer.gains(record)) for record in ranked}
     spread = seed_spread([scorer.gains(record) for record in ranked])
     failed = f"; {len(winner.failed_repeats)} of its seeds failed" if winner.failed_repeats else ""
 
@@ -62,7 +63,7 @@ def judge(ranked: Sequence[Record], scorer: Scorer) -> Verdict:
 
 def _lead(winner: Record, rival: Record, scorer: Scorer, spread: SeedSpread) -> str:
     """The winner's lead and the noise of it, in words; a single run may stand above a mean of several."""
-    margin = _mean(scorer.gains(winner)) - _mean(scorer.gains(rival))
+    margin = fmean(scorer.gains(winner)) - fmean(scorer.gains(rival))
     lead = f"leads {rival.name} by {margin:.4f}" if margin >= 0 else f"is {-margin:.4f} below {rival.name}'s single run"
     seeds = f"{len(winner.final)} and {len(rival.final)} seeds"
     noise = f"{spread.noise(len(winner.final), len(rival.final)):.4f} (95 %, {seeds})"
@@ -74,7 +75,7 @@ def _not_told_apart(alike: Sequence[Record], rival: Record, scorer: Scorer, spre
     others = [record.name for record in alike[1:] if record is not rival]
     more = f" and {len(others) - 3} more" if others[3:] else ""
     listed = ", ".join(others[:3]) + more
-    margin = _mean(scorer.gains(alike[0])) - _mean(scorer.gains(rival))
+    margin = fmean(scorer.gains(alike[0])) - fmean(scorer.gains(rival))
     if rival not in alike:
         apart = f"a real difference, but none to {listed}"
     elif -margin > spread.noise(len(alike[0].final), len(rival.final)):
@@ -88,7 +89,7 @@ def _not_told_apart(alike: Sequence[Record], rival: Record, scorer: Scorer, spre
 
 def _on_one_seed(winner: Record, rival: Record, scorer: Scorer) -> str:
     """Without any repeat only the intervals over conversations can be looked at."""
-    margin = _mean(scorer.gains(winner)) - _mean(scorer.gains(rival))
+    margin = fmean(scorer.gains(winner)) - fmean(scorer.gains(rival))
     ours, theirs = winner.measurements[-1].acceptance, rival.measurements[-1].acceptance
     overlap = ours["low"] <= theirs["high"] and theirs["low"] <= ours["high"]
     intervals = f"their intervals of acceptance length {'overlap' if overlap else 'do not overlap'}"
@@ -109,7 +110,3 @@ def _costs(record: Record, scorer: Scorer) -> str:
     values = scorer.values(record, record.measurements[-1])
     step = f"{values['draft_ms']:.3f} ms a draft step, " if "draft_ms" in values else ""
     return f"{step}{values['params']:,.0f} parameters"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
